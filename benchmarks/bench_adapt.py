@@ -23,7 +23,8 @@ from statistics import median
 from spmd_engine import Mesh, TrainConfig, train
 from spmd_engine.adaptive.adapter import Adapter
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.layers import Linear
 from spmd_engine.training import Trainer
 from spmd_engine.training.adapt_config import AdaptConfig

@@ -25,7 +25,8 @@ from spmd_engine import Mesh
 from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.cli.bench.measuring import mpiexec
-from spmd_engine.engine.parallel_config import ModelConfig, build_engine
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.models import DecoderConfig
 
 HERE = Path(__file__).resolve().parent

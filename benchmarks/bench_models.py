@@ -32,7 +32,8 @@ from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.pretrained import load_pretrained
 from spmd_engine.checkpoints.rewrite import export_checkpoint
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
-from spmd_engine.engine.parallel_config import ModelConfig, build_engine
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.model_config import ModelConfig
 
 COMPARED = (("load", "read and hash"), ("load", "on one rank"), ("export, huggingface", "read, hash, write"))
 COMPARED += (("export, huggingface", "on one rank"), ("export, safetensors", "read, hash, write"))

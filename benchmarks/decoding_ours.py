@@ -9,7 +9,7 @@ from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.comm.world import world
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.serving import StoppingCriteria, generate
 from spmd_engine.serving.generation import NextTokens, call

@@ -30,8 +30,10 @@ from spmd_engine.arrays.memory import address_of
 from spmd_engine.axes import parse_axes
 from spmd_engine.comm.shared_memory.arena import HEAD, Arena
 from spmd_engine.engine import AdamW
+from spmd_engine.engine.build import build_engine
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.analyze import synthetic_batch
 from spmd_engine.training import Trainer

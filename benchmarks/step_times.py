@@ -30,7 +30,9 @@ from spmd_engine.axes import parse_axes
 from spmd_engine.cli.bench.measuring import start_ranks
 from spmd_engine.cli.calibrate import STEPS, fitted, step_seconds
 from spmd_engine.engine import AdamW
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.analyze import synthetic_batch
 from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of

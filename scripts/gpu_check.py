@@ -302,7 +302,8 @@ def decode(config):
     import numpy as np
 
     from spmd_engine import Mesh
-    from spmd_engine.engine.parallel_config import ModelConfig, build_engine
+    from spmd_engine.engine.build import build_engine
+    from spmd_engine.engine.model_config import ModelConfig
     from spmd_engine.models import DecoderConfig
     from spmd_engine.serving import StoppingCriteria, generate
 

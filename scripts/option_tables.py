@@ -8,6 +8,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 
 from spmd_engine.configuration import ConfigField, range_of, settings_of
+from spmd_engine.engine.parallel_config import REQUIREMENTS
 from spmd_engine.training import TrainConfig
 from spmd_engine.units import BYTES
 
@@ -28,7 +29,17 @@ def tables() -> str:
         rows = [f"| `{path[-1] if path else 'job'}` | default | values | |", "|---|---|---|---|"]
         rows += [row(field) for field in sections[path] if "help" in field.about]
         texts.append("\n".join(rows) + "\n")
-    return "\n".join(texts)
+    return "\n".join([*texts, requirements()])
+
+
+def requirements() -> str:
+    """A table of what the options of ``composition`` need."""
+    rows = ["| requirement | of | is | without it |", "|---|---|---|---|"]
+    for each in REQUIREMENTS:
+        options = ", ".join(f"`{option}`" for option in each.options)
+        without = "a note" if each.nearest is None else f"refused: {each.nearest[0].lower()}{each.nearest[1:]}"
+        rows.append(f"| {each.name} | {options} | {each.needs} | {without} |")
+    return "\n".join(rows) + "\n"
 
 
 def row(field: ConfigField) -> str:

@@ -90,7 +90,7 @@ class RequestFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._found: os.stat_result | None = None  # at the last look
-        self._done: os.stat_result | None = None  # of what is ignored, or is answered and cannot be removed
+        self._done: os.stat_result | None = None  # what is ignored, or is answered and cannot be removed
 
     def is_there(self) -> bool:
         """Whether there is a new request, or something else in its place."""

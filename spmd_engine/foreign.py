@@ -16,7 +16,7 @@ from typing import Any
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.files import open_regular
 
-MOST_BYTES = 1 << 28  #: of a file's text; the largest known tokenizer.json has 33 MB
+MOST_BYTES = 1 << 28  #: the most of a file's text; the largest known tokenizer.json has 33 MB
 MOST_OF_REQUEST = 1 << 20  #: bytes of a request to a running job, which waits while it reads
 DEPTH = 64  #: most levels of nested objects and lists
 DIGITS = 100  #: most digits of a whole number

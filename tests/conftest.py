@@ -59,3 +59,19 @@ def cuda(library):
 def device(cuda):
     """The same."""
     return cuda
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder of texts."""
+    from support.token_files import write_texts
+
+    return write_texts(tmp_path)
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """A file of prompts and completions."""
+    from support.token_files import write_pairs
+
+    return write_pairs(tmp_path)

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,7 @@ FLOORS = [
     {"importing", "units"},
     {"files"},
     {"axes", "configuration", "foreign", "pictures"},
+    {"requirements"},
     {"runtime"},
     {"arrays", "formats", "tokens"},
     {"comm"},
@@ -41,14 +43,8 @@ ONLY = {
     "strategies": {"errors", "importing", "arrays", "comm", "sharding", "engine"},  # never layers or models
 }
 
-#: Tools, and those of them that each may import.
-TOOLS_USE = {
-    "adaptive": {"planning"},
-    "observability": {"adaptive", "planning"},
-    "planning": set(),
-    "serving": set(),
-    "verification": set(),
-}
+#: Tools that may import others of their line.
+TOOLS_USE = {"adaptive": {"planning"}, "observability": {"adaptive", "planning"}}
 
 #: Module-level state that changes at run time, with the reason why it may.
 STATE = {
@@ -64,6 +60,7 @@ STATE = {
     "arrays/meta/array.py: _phantom": "the cache of a pure function",
     "arrays/meta/functions.py: _resolved": "the cache of a pure function",
     "arrays/meta/functions.py: _reduced_dtype": "the cache of a pure function",
+    "layers/attention/qk_norm_rope.py: rotary_with": "the cache of a pure function",
     "engine/state/assignment.py: placed": "the cache of a pure function, for one call of another",
     "engine/gather.py: _plan_to_whole": "the cache of a pure function",
     "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",
@@ -147,18 +144,36 @@ def test_a_floor_imports_only_from_floors_below():
         assert not above, f"{file} is on floor {here!r} and imports {sorted(above)}"
 
 
+def test_a_core_test_imports_no_tool():
+    """Nor does a module of tests/support that it imports, nor a program in a text of it; nor what joins the tools."""
+    tests = Path(__file__).parent
+    core = {name for name in HEIGHT if HEIGHT[name] <= HEIGHT["training"]}
+    public = {name: inspect.getmodule(getattr(spmd_engine, name)).__name__ for name in spmd_engine.__all__}
+    waiting, seen = [path for name in core for path in tests.glob(f"{name}/**/*.py")], set()
+    assert len(waiting) > 100
+    while waiting:
+        text = (path := waiting.pop()).read_text()
+        named = {name for name in re.findall(r"\bspmd_engine\.(\w+)", text) if name in HEIGHT}
+        named |= {floor(public.get(name, "spmd_engine.arrays")) for name in imported_from("spmd_engine", text)}
+        assert named <= core, f"{path} imports {sorted(named - core)}"
+        assert not re.search(r'-m("?,)? "?spmd_engine', text), f"{path} starts a command"
+        used = {*re.findall(r"from support\.(\w+)", text), *imported_from("support", text)}
+        helpers = {path for name in used if (path := tests / "support" / f"{name}.py").exists()}
+        waiting += helpers - seen
+        seen |= helpers
+
+
+def imported_from(package, text):
+    """The names in ``from PACKAGE import ...`` of a text."""
+    for names in re.findall(rf"from {package} import (?:\(([^)]*)\)|(.*))", text):
+        yield from re.findall(r"\w+", " ".join(names).partition("#")[0])
+
+
 def test_floors_that_keep_to_themselves():
     for file in FILES:
         here = floor_of_file(file)
         allowed = ONLY.get(here, set(HEIGHT)) | {here}
         assert {floor(module) for module in own(imported(file))} <= allowed, file
-
-
-def test_tools_import_only_the_tools_of_the_table():
-    for file in FILES:
-        if (here := floor_of_file(file)) in TOOLS_USE:
-            used = {floor(module) for module in own(imported(file))} & TOOLS_USE.keys()
-            assert used <= TOOLS_USE[here] | {here}, file
 
 
 def test_imports_are_absolute():

@@ -17,7 +17,7 @@ from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.axes import MeshPosition, all_positions, uneven_axes
 from spmd_engine.comm.notation import weighted_lengths
 from spmd_engine.engine.reshape import Shape, ShapeRequest
-from spmd_engine.engine.state.assignment import BATCH, PIPE, divide, overlaps, shares_text
+from spmd_engine.engine.state.assignment import BATCH, PIPE, overlaps, shares_text
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.planning.search.estimate import best_division
@@ -88,7 +88,7 @@ def parts(shape: Shape, without: str = "", model: Model | None = None) -> list[f
     ``without``; stages have that of their layers, if the model is given."""
     given, of_stages = shape.composition.work_shares, list[float]()
     if model and without != PIPE and (stages := shape.axes.get(PIPE, 1)) > 1:
-        costs, chunks = _costs(model), divided(shape, model)
+        costs, chunks = _costs(model), shape.composition.chunks_on(shape.axes, model)
         of_stages = [sum(costs[layer] for part in chunks[stage::stages] for layer in part) for stage in range(stages)]
 
     def part(place: MeshPosition) -> float:
@@ -99,12 +99,6 @@ def parts(shape: Shape, without: str = "", model: Model | None = None) -> list[f
         )
 
     return [part(place) for place in all_positions(shape.axes)]
-
-
-def divided(shape: Shape, model: Model) -> list[range]:
-    """The layers of each chunk of a pipeline."""
-    per_stage = shape.composition.schedule_on(shape.axes).chunks
-    return divide(model, shape.axes[PIPE] * per_stage, shape.composition.division, per_stage)
 
 
 def _costs(model: Model) -> list[float]:
@@ -122,7 +116,7 @@ class BoundariesBySpeed:
         shape, overlap = outlook.shape, outlook.shape.composition.storage.overlap
         if shape.axes.get(PIPE, 1) == 1 or not overlap or not isinstance(overlap, int):  # else it is being moved
             return
-        chunks, costs = divided(shape, self.model), _costs(self.model)
+        chunks, costs = shape.composition.chunks_on(shape.axes, self.model), _costs(self.model)
         held = [(0, 0), *overlaps(chunks, overlap), (len(costs), len(costs))]
         slowdowns = [1 / speed for speed in _along(shape, PIPE, outlook.speeds)]
 

@@ -25,8 +25,8 @@ import numpy as np
 from spmd_engine.adaptive.candidates import Outlook, Proposal
 from spmd_engine.adaptive.monitor import crossings
 from spmd_engine.arrays.precision import dtype_of
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.optimizers import OPTIMIZERS
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.engine.reshape import Shape, ShapeRequest
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.errors import UsageError

@@ -15,7 +15,7 @@ from spmd_engine.axes import axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.world import Port
-from spmd_engine.engine.helpers import Helpers
+from spmd_engine.engine.helper_job import Helpers
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.reshape import NAP, Reshaper, Shape, ShapeRequest
 from spmd_engine.errors import UsageError

@@ -183,8 +183,8 @@ class CudaImages:
     def _parts(self, x, y, w) -> Iterator[slice]:
         """As many samples of x[b h w c] as have patches that fit the work space, at least one; shapes of y and w."""
         sample = prod(y[1:3]) * prod(w[:2]) * x.shape[3] * x.itemsize
-        many = max(1, self._backend.workspace // max(1, sample))
-        return (slice(first, first + many) for first in range(0, len(x), many))
+        count = max(1, self._backend.workspace // max(1, sample))
+        return (slice(first, first + count) for first in range(0, len(x), count))
 
     def _patches(self, x, y, rows, columns, groups):
         """[g (b p q) (k l i)] of x[b h w (g i)] for outputs of the shape y[b p q f]."""

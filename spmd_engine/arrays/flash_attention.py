@@ -427,7 +427,7 @@ class FlashAttention:
         padded = -(-width // (4 * LANES)) * 4 * LANES
         types = (_TYPES[x.dtype.name] for x in (q, results[0], results[2]))
         kernel, tall = self._kernel(name, Variant(*types, padded))  # pyright: ignore[reportCallIssue]
-        by_head = [each for x in arrays for each in self._by_head(x, q.dtype)]
+        by_head = [part for x in arrays for part in self._by_head(x, q.dtype)]
         places = [self._integers(x) for x in (positions, key_positions, *(apart or (None, None)))]
         shape = length, k.shape[1], prod(q.shape[3:-1]), width, FAR if window is None else min(window, FAR)
         numbers = 0.0 if cap is None else float(cap), width**-0.5

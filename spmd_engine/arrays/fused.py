@@ -91,11 +91,13 @@ def _of_halves(function: Callable, by_row: list[bool] | None, sums: bool, argume
         wide = [widened(y) if hasattr(y, "dtype") else y for y in arguments]
         return _collected(None, function(*wide, **options), slice(None), x)
     count = prod(x.shape[:-1])
-    pairs = list(zip(arguments, by_row, strict=False))
-    flat = [y.reshape(count, *y.shape[x.ndim - 1 :]) if each else y for y, each in pairs]
-    flat = [y if each or not hasattr(y, "dtype") else widened(y) for y, (_, each) in zip(flat, pairs, strict=True)]
+    by_row = by_row[: len(arguments)]
+    flat = [
+        y.reshape(count, *y.shape[x.ndim - 1 :]) if has_rows else widened(y) if hasattr(y, "dtype") else y
+        for y, has_rows in zip(arguments, by_row, strict=True)
+    ]
     for part in chunks(flat[0]):
-        piece = [widened(y[part]) if each else y for y, (_, each) in zip(flat, pairs, strict=True)]
+        piece = [widened(y[part]) if has_rows else y for y, has_rows in zip(flat, by_row, strict=True)]
         result = function(*piece, **options)
         results = _added(results, result) if sums else _collected(results, result, part, flat[0])
     return results if sums else _shaped(results, x.shape)

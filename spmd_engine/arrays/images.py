@@ -300,5 +300,5 @@ def _shares(like: Array, lengths: tuple[int, int], rows: Window, columns: Window
         [1 / max(1, window.reads(k, length)) for k in range(window.outputs(length))]
         for window, length in zip((rows, columns), lengths, strict=True)
     )
-    p, q = (backend_of(like).constant(CPU.xp.asarray(each, like.dtype)) for each in counts)
+    p, q = (backend_of(like).constant(CPU.xp.asarray(shares, like.dtype)) for shares in counts)
     return p[:, None, None] * q[:, None]

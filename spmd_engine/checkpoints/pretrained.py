@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.checkpoints.hf.weights import Filled, Pretrained, adapter_options, read_adapters
 from spmd_engine.checkpoints.read import Sliceable
-from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.models.load_config import load_config, located
 from spmd_engine.models.names import other_meaning
@@ -29,18 +29,18 @@ def with_shape(model: ModelConfig, group: Group) -> ModelConfig:
     Collective. Raises CheckpointError if a path does not exist.
     """
 
-    def read() -> str:
+    def read() -> dict[str, Any]:
         config = model
         if model.path is not None and model.shape is None:
             config = config.changed(name=str(located(model.name).absolute()), shape=load_config(model.name, warn=True))
         if model.adapter is not None and model.lora is None:
             folder = located(model.adapter, "adapter").absolute()
             config = config.changed(adapter=str(folder), lora=adapter_options(folder))
-        return json.dumps(config.as_json())
+        return config.as_json()
 
     if model.path is None and model.adapter is None:
         return model
-    content = json.loads(text_from_rank_zero(group, read, CheckpointError))
+    content = json_from_rank_zero(group, read, CheckpointError)
     return ModelConfig.from_json(content, model.name).permitted_by(model)
 
 

@@ -95,7 +95,7 @@ SHORTAGES = {
 @click.group(
     cls=LazyGroup,
     package=__name__,
-    modules={name: name for names in COMMANDS.values() for name in names},
+    modules={name: name for names in COMMANDS.values() for name in names} | {"join": "migrate"},
     headings=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )

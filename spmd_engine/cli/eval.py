@@ -8,7 +8,7 @@ import click
 
 from spmd_engine.cli.options import LongCommand, open_mesh, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_option, open_text_model, run_option
-from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero, waits_outside
+from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, waits_outside
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import check_text
 from spmd_engine.formats.token_file import is_token_file, open_token_file
@@ -36,8 +36,7 @@ def eval(run, checkpoint, texts, files, stride, batch_size, as_json, trust_code,
     with open_mesh(job) as opened:
         served = open_text_model(run, checkpoint, job, opened)
         with waits_outside(opened.group(), "reading --file"):  # perhaps from a terminal
-            read = text_from_rank_zero(opened.group(), lambda: json.dumps(_read(served, texts, files)))
-        named = json.loads(read)
+            named = json_from_rank_zero(opened.group(), lambda: _read(served, texts, files))
         scores = score(served.engine, [tokens for _, tokens in named], stride=stride, batch_size=batch_size)
         if opened.rank == 0:
             for (name, tokens), scored in zip(named, scores, strict=True):

@@ -12,7 +12,7 @@ import click
 
 from spmd_engine.cli.options import LongCommand, open_mesh, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_option, open_text_model, run_option
-from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero, waits_outside
+from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, waits_outside
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.serving import Completion, StoppingCriteria
@@ -72,11 +72,9 @@ def generate(run: str | None, checkpoint: str | None, job: TrainConfig, **option
         raise UsageError("--log-probs goes with --json, which prints them")
     with open_mesh(job) as opened:
         with waits_outside(opened.group(), "reading --prompts"):  # perhaps from a terminal
-            read = text_from_rank_zero(
-                opened.group(), lambda: json.dumps(_prompts(options["prompts"], options["file"]))
-            )
+            prompts = json_from_rank_zero(opened.group(), lambda: _prompts(options["prompts"], options["file"]))
         served = open_text_model(run, checkpoint, job, opened)
-        texts = [_text_of(served, prompt, options) for prompt in json.loads(read) for _ in range(options["samples"])]
+        texts = [_text_of(served, prompt, options) for prompt in prompts for _ in range(options["samples"])]
         tokens = [served.tokenizer.encode(text, special=special) for text, special in texts]
         defaults = served.generation
         for name in defaults.unknown if opened.rank == 0 else ():

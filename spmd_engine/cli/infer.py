@@ -19,9 +19,9 @@ from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.build import build_engine
 from spmd_engine.engine.distributed import check_dtype, check_mesh, make_engine
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import build_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.foreign import reading

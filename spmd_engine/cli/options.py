@@ -16,15 +16,15 @@ from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.mesh import Mesh, mesh_without
 from spmd_engine.configuration import ConfigField, Configuration, settings_of
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.helpers import helper_ranks
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.jobs.resolve import job_of_options
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS, has_weights, other_meaning
 from spmd_engine.models.user_code import file_of, is_code, not_permitted, shown, with_arguments
 from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training.run_folder import read_job
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import BYTES, bytes_of, seconds_of
 
@@ -76,13 +76,12 @@ class LongCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of the first page in one list, or all of them under headings."""
         rows: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        every = ctx.meta.get(_ALL)
         for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is None:
-                continue
-            if ctx.meta.get(_ALL):
-                rows[f"{getattr(param, 'section', '')} options".strip().capitalize()].append(record)
-            elif getattr(param, "common", True):
-                rows["Options"].append((record[0], _first_sentence(record[1])))
+            if (every or getattr(param, "common", True)) and (record := param.get_help_record(ctx)):
+                section = getattr(param, "section", "") if every else ""
+                text = record[1] if every else _first_sentence(record[1])
+                rows[f"{section} options".strip().capitalize()].append((record[0], text))
         for heading, records in rows.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
@@ -236,13 +235,12 @@ _CONFIG = click.option(
 
 
 def _job_of(options: dict[str, Any], path: str | None, defaults: Mapping[str, Any], described: bool) -> TrainConfig:
-    job = read_job(path) if path else TrainConfig()
-    missing = {name: value for name, value in defaults.items() if not path or job.option(name) is None}
     name = options.get("model")
     if described and name is not None and not (name in MODELS or has_weights(name) or is_code(name)):
-        job = job.with_options(**missing | {key: value for key, value in options.items() if key != "model"})
+        others = {key: value for key, value in options.items() if key != "model"}
+        job = job_of_options(others, path, defaults)
         return job.changed(model=DescribedModel(**vars(job.model) | {"name": name}))
-    return job.with_options(**missing | options)
+    return job_of_options(options, path, defaults)
 
 
 @dataclass(frozen=True)

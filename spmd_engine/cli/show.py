@@ -22,7 +22,8 @@ from spmd_engine.cli.options import (
 )
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.views import ArraySharding, draw_mesh
-from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
+from spmd_engine.engine.build import composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.schedules.orders import named
 from spmd_engine.errors import UsageError
 from spmd_engine.observability.collective import EXAMPLES, MOST, draw_collective, transports_on_mesh

@@ -12,8 +12,8 @@ from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.options import permitted, served_model, trust_option
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine import ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ModelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import ends_at, located, tokenizer_at
 from spmd_engine.models.user_code import is_code

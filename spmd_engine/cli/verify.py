@@ -17,11 +17,11 @@ from spmd_engine.cli.options import LongCommand, chosen_settings, open_mesh, pri
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.distributed import check_mesh
-from spmd_engine.engine.helpers import Helpers
+from spmd_engine.engine.helper_job import Helpers, order_to_help, serve_as_helper
 from spmd_engine.engine.optimizers import SGD, AdamW
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, order_to_help, serve_as_helper
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import MappedArray, npz_names, read_npz
 from spmd_engine.models.user_code import code_named

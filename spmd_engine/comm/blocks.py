@@ -46,7 +46,7 @@ def joined(blocks: Sequence[Any], axis: int, dtype: np.dtype, out: np.ndarray | 
     return out
 
 
-# --- Reductions in a fixed order: equal on all ranks, on any route, also for 16-bit floats
+# --- Reductions in a fixed order: equal on all ranks, by any transport, also for 16-bit floats
 
 
 Reducer = Callable[[Array, Sequence[Array]], None]  #: see ``reducer``

@@ -1,6 +1,6 @@
 """A prepared call, and the steps that all collectives share.
 
-The same code serves blocking and started calls, with and without ``out``, on any route.
+The same code serves blocking and started calls, with and without ``out``, by any transport.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PreparedCall:
         """Make call ``number``: a generator (see ``pending``)."""
         agreed = yield from routing.agreement.reach(self.signature, self.expected, number, x)
         self.expect(agreed.entries)
-        self.transport(routing, number, agreed, 0)  # moves no data; chooses the route of the next call
+        self.transport(routing, number, agreed, 0)  # moves no data; chooses the transport of the next call
 
     def finish(self, signatures: Signatures | None, blocks: Sequence[Any], out: Any) -> Any:
         """The result of all ranks' ``blocks``, in ``out`` if given. ``signatures``: None if they are all the same."""
@@ -79,7 +79,7 @@ class PreparedCall:
         """Raise UsageError unless ``out`` can receive the result of a call of ``x``."""
 
     def expect(self, entries: Entries | None) -> None:
-        """Expect these signatures in the next such call. If they have changed, choose its route again."""
+        """Expect these signatures in the next such call. If they have changed, choose its transport again."""
         if entries is not None and entries.signatures is not self.expected:
             self.expected = entries.signatures
             self.inline = self.fast = False
@@ -174,7 +174,7 @@ class Collective(PreparedCall, ABC):
         return self.shape
 
     def steps(self, routing: Routing, number: int, x: Array, out: Array | None) -> Steps:
-        """Offer arrays, agree, exchange unknown lengths, choose a route, and move the data."""
+        """Offer arrays, agree, exchange unknown lengths, choose a transport, and move the data."""
         home, event, ready = backend_of(x), None, None  # the event: when the result is complete, on a device
         local = yield from routing.ready(x)
         target = self._target(routing, x, local, out)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRANSPORTS = ("auto", "nccl", "mpi", "staged")
+DEVICE_TRANSPORTS = ("auto", "nccl", "mpi", "staged")
 TEXTS = {"nccl": "NCCL", "mpi": "MPI, which reads device memory", "staged": "copies in pinned host memory"}
 
 

@@ -21,7 +21,7 @@ from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.connections import Tuning, connections_of
 from spmd_engine.comm.nccl_ranks import NcclRanks, QueuedCall
 from spmd_engine.comm.pending import TIMEOUT, Condition, Steps
-from spmd_engine.comm.shared_memory.slot_table import SlotTable
+from spmd_engine.comm.shared_memory.slot_table import Entries, SlotTable
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.mpi import NonblockingCollectives
@@ -99,12 +99,9 @@ class Routing:
     def numbers(self, number: int, values: Sequence[int]) -> Steps:
         """Receive one number from each rank, and send ``values[r]`` to rank r, as part of call ``number``."""
         sent, received = np.array(values, np.int64), np.empty(len(values), np.int64)
-        places, connections = spans([1] * len(values)), self.connections
-        library, tuning, order = connections.library, connections.tuning, connections.call_order
-        if library is not None:
-            transport: Transport = NonblockingCollectives(library, tuning, order, number)
-        else:
-            transport = Messages(self.comm, tuning, number)
+        kind = Messages if self.connections.library is None else NonblockingCollectives
+        facts = Facts(sent.nbytes, self.size, tuning=self.connections.tuning)
+        places, transport = spans([1] * len(values)), kind(self._call(Signature("all_to_all"), number, facts))
         yield from transport.all_to_all(sent, places, received, places, last=False)
         received[self.rank] = sent[self.rank]
         return received.tolist()
@@ -126,10 +123,12 @@ class Routing:
             tuning=connections.tuning,
         )
         kind = choose(signature, facts)
-        if kind is None:
-            return None
-        ranks = self.comm, connections.library, connections
-        return AgreedCall(signature, number, facts, *ranks, TRANSPORTS, entries, self._deterministic).by(kind)
+        return None if kind is None else self._call(signature, number, facts, entries).by(kind)
+
+    def _call(self, signature: Signature, number: int, facts: Facts, entries: Entries | None = None) -> AgreedCall:
+        connections = self.connections
+        ranks = self.comm, connections.library, connections, TRANSPORTS
+        return AgreedCall(signature, number, facts, *ranks, entries, self._deterministic)
 
     def queued(self, number: int, what: str, where: tuple[str, str, str]) -> QueuedCall:
         """A call whose transfers NCCL queues; ``what``: its name and arguments; ``where``: operation, axes, label."""

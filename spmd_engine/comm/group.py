@@ -1,4 +1,4 @@
-"""A group of ranks: its collectives and messages, on any route.
+"""A group of ranks: its collectives and messages, by any transport.
 
 Every call takes and returns local arrays. ``start_...`` takes the same arguments as the blocking method and returns a
 Pending, whose ``wait()`` returns the result. Arrays may have any NumPy dtype, and be non-contiguous, uneven, or empty.

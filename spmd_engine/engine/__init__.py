@@ -7,10 +7,12 @@ from spmd_engine.importing import imported_when_asked
 if TYPE_CHECKING:
     from spmd_engine.engine.base import ShardedEngine, making_on
     from spmd_engine.engine.batch import Batch, MicroBatch, batch_of, make_batch
+    from spmd_engine.engine.build import build_engine
     from spmd_engine.engine.distributed import as_distributed
     from spmd_engine.engine.layered import LayeredEngine
+    from spmd_engine.engine.model_config import ModelConfig
     from spmd_engine.engine.optimizers import SGD, AdamW
-    from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+    from spmd_engine.engine.parallel_config import ParallelConfig
     from spmd_engine.engine.pipeline import Recompute
     from spmd_engine.engine.state.assignment import ZeroConfig
 

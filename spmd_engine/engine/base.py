@@ -345,16 +345,8 @@ class ShardedEngine(Collectives, EngineDefinition):
         count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
         gradients: dict[str, Array] = {}
         for index, micro in enumerate(batch.micro_batches):
-            micro = self._on_own_backend(micro)
             with self.micro_batch(index):
-                on_tape = len(self.tape)
-                check_dims(self, "input_sharding", micro.inputs)
-                outputs = self.forward(micro.inputs)
-                gradient = None
-                if outputs is not None:
-                    gradient = self._gradient_of_loss(scores, outputs, micro, count)
-                add_gradients(self, gradients, backward_of(self, gradient))
-                check_tape(self, on_tape)
+                add_gradients(self, gradients, self._gradients_of(micro, scores, count))
         if self.mesh.checks and self.checks_replicas:
             from spmd_engine.engine.contract import check_replicas
 
@@ -363,11 +355,21 @@ class ShardedEngine(Collectives, EngineDefinition):
         self.gradients = gradients
         return self._take_scores(scores, count)
 
+    def _gradients_of(self, micro: MicroBatch, scores: Scores, count: float) -> Mapping[str, Array]:
+        """What the backward of a micro-batch returns, for a loss that is a mean over ``count`` terms."""
+        micro, on_tape = self._on_own_backend(micro), len(self.tape)
+        check_dims(self, "input_sharding", micro.inputs)
+        outputs = self.forward(micro.inputs)
+        gradients = backward_of(
+            self, None if outputs is None else self._gradient_of_loss(scores, outputs, micro, count)
+        )
+        check_tape(self, on_tape)
+        return gradients
+
     def _gradient_of_loss(self, scores: Scores, outputs: Array, micro: MicroBatch, count: float) -> Array:
         """The gradient of this micro-batch's share of the loss, times ``loss_scale``, in the dtype of the outputs."""
         dtype = outputs.dtype  # of outputs that the loss may write over
-        gradient = scores.add(outputs, micro, count / self.loss_scale)
-        return rounded(gradient, dtype)
+        return rounded(scores.add(outputs, micro, count / self.loss_scale), dtype)
 
     def _take_scores(self, scores: Scores, count: float) -> float:
         """The global mean loss of a step with ``count`` targets; sets ``training_metrics``."""

@@ -16,10 +16,12 @@ from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine, making_on
 from spmd_engine.engine.batch import Batch, Scores
-from spmd_engine.engine.contract import backward_of, check_batch, check_parameters, check_tape
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.contract import backward_of, check_batch, check_parameters
 from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import Assignment, ZeroConfig
 from spmd_engine.engine.zero.parameter_store import ParameterStore, StoredEngine
 from spmd_engine.engine.zero.reducer import Reducer
@@ -191,13 +193,13 @@ class DistributedEngine(StoredEngine):
     def backward(self, grads: Array | None) -> dict[str, Array]:
         """Gradients by name, like ``owned``, summed over the batch: of this one micro-batch alone."""
         self._reducer.begin(1)
-        self._backward(grads)
+        self._add(backward_of(self.engine, grads))
         self._reducer.finish()
         return {name: gradient.copy() for name, gradient in self.named(self.store.gradients).items()}
 
-    def _backward(self, grads: Array | None) -> None:
+    def _add(self, gradients: Mapping[str, Array]) -> None:
         sums = self._reducer.sums(0)
-        for name, gradient in backward_of(self.engine, grads).items():
+        for name, gradient in gradients.items():
             sums.add(name, gradient)
         self._reducer.layer_done(0)
         self.input_gradient = self.engine.input_gradient
@@ -209,14 +211,7 @@ class DistributedEngine(StoredEngine):
         self._reducer.begin(len(batch.micro_batches))
         for m, micro in enumerate(batch.micro_batches):
             with self.engine.micro_batch(m):
-                tape_length = len(self.engine.tape)
-                micro = self.engine._on_own_backend(micro)
-                outputs = self.engine.forward(micro.inputs)
-                gradient = None
-                if outputs is not None:
-                    gradient = self._gradient_of_loss(scores, outputs, micro, count)
-                self._backward(gradient)
-                check_tape(self.engine, tape_length)
+                self._add(self.engine._gradients_of(micro, scores, count / self.loss_scale))
         self._reducer.finish()
         self.gradients = self.store.gradients
         return self._take_scores(scores, count)

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import accumulate, count, pairwise
 from string import digits
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,9 +28,8 @@ from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.axes import all_positions, axes_text
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.pending import Pending, wait_for
+from spmd_engine.comm.pending import wait_for
 from spmd_engine.engine.pipeline import Chunk, Recompute, segments
 from spmd_engine.engine.state.assignment import BATCH, PIPE
 from spmd_engine.engine.zero.unsharder import tree_of
@@ -38,13 +37,14 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Documents, Extra, ForwardContext, GradientSums, Layer
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.model import Model
-from spmd_engine.runtime.signals import StopFlag
+from spmd_engine.requirements import Case, requirement
 from spmd_engine.sharding.shards import Shards
+
+if TYPE_CHECKING:
+    from spmd_engine.engine.parallel_config import ParallelConfig
 
 NONE = "none"  #: an assignment without helper ranks
 _REQUEST = 512  # bytes, of which a request has a multiple: its length must not depend on the digits of a number
-_ORDERS = 0  # the channel of orders of rank 0; other messages come in the order in which they are sent
-_SIGNALS = 1  # the channel of a helper rank's last message to rank 0: the number of its signal, or 0
 
 
 # --- What is assigned: "block0-1:rank2,head:rank3"
@@ -127,6 +127,23 @@ def stage_of(rank: int, assigned: Sequence[Assigned], model: Model, chunks: Sequ
     return served[0]
 
 
+def helper_stage(model: Model, axes: Mapping[str, int], composition: ParallelConfig, rank: int) -> int:
+    """The stage that a helper rank serves."""
+    return stage_of(rank, composition.assigned, model, composition.chunks_on(axes, model), axes.get(PIPE, 1))
+
+
+@requirement("assign", nearest="Name other layers, or use other axes", of_model=True)
+def _layers_of_helper_ranks(case: Case) -> None:
+    """layers of one stage for each helper rank, whole on each owner"""
+    options, axes, model = case.options, case.axes, case.model
+    for term in options.assigned:
+        helper_stage(model, axes, options, term.rank)
+    check_assigned(options.assigned, axes, model, ("expert",) if options.expert_axes is None else options.expert_axes)
+
+
+REQUIREMENTS = (_layers_of_helper_ranks,)
+
+
 def owners_of(stage: int, axes: Mapping[str, int], ranks: Sequence[int]) -> list[int]:
     """The ranks of a stage in the order of their samples; ``ranks`` are those of the mesh by position."""
     places = all_positions(axes)
@@ -148,7 +165,7 @@ def runs_of(layers: Sequence[int], assigned: Sequence[Assigned], model: Model) -
 # --- Requests: the first message of each exchange
 
 
-def _tell(group: Group, rank: int, content: Mapping[str, Any], channel: int | None = None) -> None:
+def send_request(group: Group, rank: int, content: Mapping[str, Any], channel: int | None = None) -> None:
     """Send a request, as JSON."""
     data = json.dumps(content).encode()
     message = np.full(-(-len(data) // _REQUEST) * _REQUEST, ord(" "), np.uint8)
@@ -208,7 +225,7 @@ class HelpedChunk(Chunk):
     def _tell(self, **content: Any) -> None:
         if self._is_first:
             layers = self._numbers[0], self._numbers[-1] + 1
-            _tell(self._group, self._rank, {"layers": layers, **content})
+            send_request(self._group, self._rank, {"layers": layers, **content})
             self._count("receive", "request", 0)
 
     def _send(self, x: Array, label: str) -> None:
@@ -505,92 +522,3 @@ class HelperRank:
                     array[...] = 0
                     self.weights.untouched.remove(full_name)
                 self._group.send(self.owners[0], array, label="weights")
-
-
-# --- The job of a helper rank, from the first order of rank 0 to its dismissal
-
-
-def serve(mesh: Mesh, build: Callable[[Mapping[str, Any]], HelperRank]) -> int:
-    """Do what a helper rank does in a job, and return its exit code. ``build`` makes the HelperRank of the order that
-    rank 0 starts it with. Raises UsageError if the other ranks end by one."""
-    group, helper = mesh.outside, None
-    assert group is not None
-    sent = False  # whether rank 0 knows of a signal
-    with StopFlag(to_save=False) as stop:
-        while True:
-            source, channel = (helper.owners[0], None) if helper else (0, _ORDERS)
-            with mesh.activity.phase("helper rank, without a request"):
-                request = content_of(_awaited(group, group.start_receive(source, channel=channel, label="request")))
-            if "exit" in request:
-                stop.take(stop.received)
-                if helper is not None and not sent:
-                    _tell_signal(group, stop.received)
-                if request["error"]:
-                    raise UsageError(request["error"])
-                return request["exit"]
-            if helper is None:
-                helper, stop.to_save = build(request), True
-                continue
-            with mesh.activity.phase(
-                f"helper rank: {request['do']} of layers {request['layers'][0]} to", request["layers"][1] - 1
-            ):
-                helper.answer(request)
-            if stop.received and not sent:
-                _tell_signal(group, stop.received)
-                sent = True
-
-
-def _tell_signal(group: Group, number: int) -> None:
-    Group(group.comm, "helper", Ledger()).send(0, np.array([number]), channel=_SIGNALS)
-
-
-def _awaited(group: Group, pending: Pending) -> Any:
-    """The result of a message that may take any time to come: unlike its ``wait``, this is not reported as a hang."""
-    comm, idle = group.comm, 0
-    while not (pending.done or pending.error):
-        comm.prepare_to_pause(idle)
-        comm.progress.advance_all()
-        if not (pending.done or pending.error):
-            comm.pause(idle)
-            idle += 1
-    return pending.wait()
-
-
-class Helpers:
-    """The helper ranks of a job, on the ranks of its mesh: ``with Helpers(mesh): ...`` dismisses them at the end, with
-    the same exit code or error. Without helper ranks it does nothing."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._first_owners: Mapping[int, int] = {}
-        self._signals: list[Pending] = []  # on rank 0
-
-    def start(self, order: Mapping[str, Any], first_owners: Mapping[int, int]) -> None:
-        """Let the helper ranks begin with an order, which is JSON; ``first_owners`` are those of the engine."""
-        self._first_owners = first_owners
-        for rank in self._mesh.helpers if self._mesh.rank == 0 else ():
-            self._tell(rank, order, _ORDERS)
-            assert self._mesh.outside is not None
-            aside = Group(self._mesh.outside.comm, "helper", Ledger())  # a signal is no part of the step it comes in
-            self._signals.append(aside.start_receive(rank, channel=_SIGNALS))
-
-    def signal(self) -> int:
-        """The number of a signal that a helper rank has received, on rank 0; 0 for none."""
-        return max((int(each.wait()[0]) for each in self._signals if each.done), default=0)
-
-    def _tell(self, rank: int, order: Mapping[str, Any], channel: int | None) -> None:
-        assert self._mesh.outside is not None
-        _tell(self._mesh.outside, rank, order, channel)
-
-    def __enter__(self) -> Helpers:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is not None and not issubclass(kind, (SystemExit, UsageError)):
-            return  # it ends all ranks
-        code, text = (error.code, "") if isinstance(error, SystemExit) else (0, str(error or ""))
-        for rank in () if self._mesh.is_helper else self._mesh.helpers:
-            if self._mesh.members[self._mesh.rank] == self._first_owners.get(rank, 0):
-                self._tell(rank, {"exit": code, "error": text}, None if self._first_owners else _ORDERS)
-        for each in self._signals:  # with a message in flight MPI does not end properly
-            each.wait()

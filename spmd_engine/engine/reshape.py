@@ -28,9 +28,10 @@ from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.comm.world import Port, merged, part
 from spmd_engine.engine.batch import check_batch
+from spmd_engine.engine.build import composed_layout
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE, Assignment, divide, overlaps, shares_text
 from spmd_engine.engine.state.engine_state import Copies, assigned
 from spmd_engine.engine.zero.compression import compression

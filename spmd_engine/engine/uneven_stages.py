@@ -21,6 +21,7 @@ from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.engine.pipeline import PipelineNeighbours
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models.model import Model
+from spmd_engine.requirements import Case, requirement
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.transfer import plan_transfer
@@ -128,3 +129,13 @@ def _length(layers: Sequence[tuple[str, Layer]], letter: str) -> int:
 
 def _joined(dim: int, pieces: Sequence[Array]) -> Array:
     return pieces[0] if len(pieces) == 1 else backend_of(pieces[0]).xp.concatenate(pieces, axis=dim)
+
+
+@requirement("mesh", nearest="Give the other axes one size", subject="uneven stages")
+def _axes_of_uneven_stages(case: Case) -> bool:
+    """only axis model can have other sizes on other stages, on a mesh without queries"""
+    uneven = set(uneven_axes(case.axes))
+    return bool(uneven) and (uneven != {"model"} or "queries" in case.axes)
+
+
+REQUIREMENTS = (_axes_of_uneven_stages,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,17 @@ from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero, text_from_rank_zero, waits_outside
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import merged
-from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
-from spmd_engine.jobs.run_job import hooks_of, make_run, with_corpus, with_shape_of_weights
+from spmd_engine.jobs.resolve import with_shape_of_weights
+from spmd_engine.jobs.run_job import hooks_of, make_run, with_corpus
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.run import Run
 from spmd_engine.training.run_folder import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
-from spmd_engine.training.workload import Workload, open_workload
+from spmd_engine.training.workload import open_workload
 
 
 def join(
@@ -48,54 +50,36 @@ def join(
     ranks in; the job then goes on without them.
     """
     folder = run_folder(run)
-    with Mesh() as mesh:
+    with Mesh() as mesh, ExitStack() as opened:
         on_rank_zero(mesh.group(), lambda: _check_runs(folder))
         job = read_run(run)
-        job = with_shape_of_weights(job.changed(model=permit(job.model)), mesh)
+        job = with_shape_of_weights(job.changed(model=permit(job.model)), mesh.group())
         index, processes = mesh.process_on_node
         get_backend(job.device, ~index, processes, job.device_memory)  # the job's ranks have the first devices
         workload = open_workload(job, mesh, placed=False)
         facts = facts_of(with_corpus(workload).as_json())
         entrance = Entrance(mesh.comm, folder, JoinRequest(mesh.size, facts, request, os.urandom(8).hex()), wait)
         texts = entrance.enter()
-        try:
-            with waits_outside(mesh.group(), "waiting until the job takes these ranks in"):
-                order = json.loads(text_from_rank_zero(mesh.group(), lambda: next(filter(None, texts))))
-            with StopFlag() as stop:  # from now on a signal is one to the whole job
-                mesh.barrier()
-                if mesh.rank == 0:
-                    entrance.confirm()
-                world = merged(mesh.comm, entrance.port, joins=True)
-                with Mesh(world) as all_ranks:
-                    new_run = _take_part(workload, mesh, all_ranks, folder, order, stop, entered, hooks)
-        finally:
-            if mesh.rank == 0:
-                entrance.close()
-    return new_run
-
-
-def _take_part(
-    workload: Workload,
-    mesh: Mesh,
-    all_ranks: Mesh,
-    folder: Path,
-    order: dict[str, Any],
-    stop: StopFlag,
-    entered: Callable[[list[int], int], None],
-    hooks: Sequence[Hook],
-) -> Run:
-    """Take part in the run, in a world of ``all_ranks``, until it ends. Those on ``mesh`` have joined it."""
-    job = TrainConfig.from_json(order["config"], str(folder))
-    job = job.changed(model=job.model.permitted_by(workload.job.model))
-    engine: Any = workload.engine
-    engine.mesh, engine.model = all_ranks, job.model.build(job.composition)  # perhaps other layers by now
-    workload = replace(workload, job=job)
-    changes = ShapeChanges(workload, joined=order, before=mesh.comm)
-    run = make_run(workload, folder, hooks=hooks_of(workload, changes, hooks))
-    if mesh.rank == 0:
-        entered(order["join"], order["step"])
-    run.train_from_between(order["steps"], stop, lambda: changes.enter(order))
-    return run
+        if mesh.rank == 0:
+            opened.callback(entrance.close)
+        with waits_outside(mesh.group(), "waiting until the job takes these ranks in"):
+            order = json.loads(text_from_rank_zero(mesh.group(), lambda: next(filter(None, texts))))
+        stop = opened.enter_context(StopFlag())  # from now on a signal is one to the whole job
+        mesh.barrier()
+        if mesh.rank == 0:
+            entrance.confirm()
+        all_ranks = opened.enter_context(Mesh(merged(mesh.comm, entrance.port, joins=True)))
+        job = TrainConfig.from_json(order["config"], str(folder))
+        job = job.changed(model=job.model.permitted_by(workload.job.model))
+        engine: Any = workload.engine
+        engine.mesh, engine.model = all_ranks, job.model.build(job.composition)  # perhaps other layers by now
+        workload = replace(workload, job=job)
+        changes = ShapeChanges(workload, joined=order, before=mesh.comm)
+        joined = make_run(workload, folder, hooks=hooks_of(workload, changes, hooks))
+        if mesh.rank == 0:
+            entered(order["join"], order["step"])
+        joined.train_from_between(order["steps"], stop, lambda: changes.enter(order))
+    return joined
 
 
 def _check_runs(folder: Path) -> None:

@@ -11,30 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_engine.adaptive.shape_changes import ShapeChanges
 from spmd_engine.arrays.backend import get_backend
-from spmd_engine.axes import count_ranks
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh, mesh_without
-from spmd_engine.comm.world import world
-from spmd_engine.engine.helpers import Helpers, helper_ranks
+from spmd_engine.engine.helper_job import Helpers, order_to_help, serve_as_helper
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.offload.target import OffloadError
-from spmd_engine.engine.parallel_config import order_to_help, serve_as_helper
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
+from spmd_engine.jobs.resolve import resolve
 from spmd_engine.models.load_config import short_name
 from spmd_engine.planning.first_step_check import first_step_check
-from spmd_engine.planning.machine.product_choice import ProductChoice
-from spmd_engine.strategies import default_axes, strategy_named
+from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.run import CONFIG, Run
-from spmd_engine.training.run_folder import is_model, read_job, run_folder
+from spmd_engine.training.run_folder import is_model, run_folder
 from spmd_engine.training.train_config import CorpusFacts, StepConfig, TrainConfig
 from spmd_engine.training.workload import Workload, make_trainer, open_workload, rate_of
 
@@ -68,27 +64,20 @@ def train(
     rank, beside those of this package. A helper rank returns None at the end of the job.
     Raises UsageError for a job that cannot run.
     """
-    job = _as_job(job)
-    steps = job.training.steps
+    resolved = resolve(job, resume, given)
+    job, steps = resolved.job, resolved.job.training.steps
     if stop_at is not None and not 0 < stop_at <= steps:
         raise UsageError(f"--stop-at {stop_at} with --steps {steps}: it must be from 1 to {steps}")
     if resume and run is None:
         raise UsageError("--resume needs --run NAME: name the run to continue")
-    with _open_mesh(job, resume, given) as mesh, Helpers(mesh) as helpers:
+    with resolved.open_mesh() as mesh, Helpers(mesh) as helpers:
         if mesh.is_helper:
             if code := serve_as_helper(mesh, job.model):
                 sys.exit(code)
             return None  # pyright: ignore[reportReturnType]  (only in jobs with helper ranks)
-        left_out = job.composition.assign if job.composition.assigned and not mesh.helpers else None
-        if left_out:
-            job = job.changed(composition=job.composition.changed(assign=None))
-        job = with_shape_of_weights(job, mesh)
-        if job.model.lora is not None and job.model.path is None:
-            raise UsageError(f"adapters need trained weights, and {job.model.name} has none: give --model PATH")
-        job, notices = _fit_to_mesh(job, mesh, resume, given)
-        notices += [f"continues without --assign {left_out} (there are no more ranks)"] if left_out else []
         get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
-        notices += [notice for hook in [*BEFORE, *hooks] for notice in hook.prepare(job, mesh.group())]
+        notices = [*resolved.notices]
+        notices += [notice for hook in [CommonChoices(), *hooks] for notice in hook.prepare(job, mesh.group())]
         workload = open_workload(job, mesh)
         if mesh.helpers and isinstance(workload.engine, LayeredEngine):
             order = order_to_help(workload.job.model, mesh, job.composition, job.device)
@@ -113,67 +102,18 @@ def train(
     return new_run
 
 
-class TransportChoice(Hook):
-    """Lets arrays on devices travel between all ranks of a job in the same way."""
+class CommonChoices(Hook):
+    """Lets all ranks of a job use the same libraries of matrix products, and the same transport between devices."""
 
     def prepare(self, job: TrainConfig, ranks: Group) -> list[str]:
-        return choose_transport(ranks, get_backend(job.device), job.transport)
-
-
-BEFORE = (ProductChoice(), TransportChoice())  #: the hooks that act before the engine is built
+        notices = choose_products(ranks, job.products, dtype=job.model.dtype, device=job.device)
+        return notices + choose_transport(ranks, get_backend(job.device), job.transport)
 
 
 def hooks_of(workload: Workload, changes: ShapeChanges, own: Sequence[Hook] = (), enforce: bool = True) -> list[Hook]:
     """The hooks of a job, the same on ranks that begin it and on those that join it."""
     check = first_step_check(workload, enforce)
-    return [*BEFORE, *([check] if check else []), Rebalancer(workload.job.composition), *own, changes]
-
-
-def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainConfig:
-    if isinstance(job, TrainConfig):
-        return job
-    if isinstance(job, (str, Path)):
-        return read_job(job)
-    return TrainConfig.from_json(job, "train") if job is not None else TrainConfig()
-
-
-def _open_mesh(job: TrainConfig, resume: bool = False, given: Collection[str] = ()) -> Mesh:
-    """Open the mesh of a job; for a page of strategies, by default a mesh with the axes of that page. A run that is
-    resumed by the ranks of its mesh alone goes on without helper ranks."""
-    axes: Any = job.composition.mesh
-    if job.strategy and not axes:
-        axes = default_axes(strategy_named(job.strategy), world().size)
-    helpers = helper_ranks(job.composition.assigned)
-    if helpers and (job.strategy or job.model.engine is not None):
-        raise UsageError(f"--assign: {job.strategy or job.model.name} shards itself; helper ranks compute layers")
-    if helpers and job.adapt is not None:
-        raise UsageError("--assign with --adapt: a run with helper ranks keeps its shape; omit one of them")
-    if helpers and resume and "assign" not in given:
-        left = world().size - len(helpers)
-        helpers = helpers if max(helpers) < world().size and count_ranks(axes or {"": left}) == left else []
-    options = {"check": job.check, "timeout": job.timeout, "deterministic": job.deterministic}
-    return mesh_without(helpers, axes or {}, order=job.composition.order, **options)
-
-
-def with_shape_of_weights(job: TrainConfig, mesh: Mesh) -> TrainConfig:
-    """The job; its model gets the shape of its initial weights, if there are any."""
-    if job.model.path is None and job.model.adapter is None:
-        return job
-    from spmd_engine.checkpoints.pretrained import with_shape
-
-    return job.changed(model=with_shape(job.model, mesh.group()))
-
-
-def _fit_to_mesh(job: TrainConfig, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple[TrainConfig, list[str]]:
-    """The job with a composition that this mesh permits, and notices of the options that are left out."""
-    if job.strategy or job.model.engine is not None:
-        return job, []
-    composition, left_out = job.composition, []
-    model = job.model.build(composition)
-    if resume:
-        composition, left_out = composition.fitted(mesh.all_axes, model, given)
-    composition.check(mesh.all_axes, model)  # before data are read
-    return job.changed(composition=composition), left_out
+    return [CommonChoices(), *([check] if check else []), Rebalancer(workload.job.composition), *own, changes]
 
 
 def _notices_without_effect(workload: Workload) -> list[str]:

@@ -293,20 +293,20 @@ class ResidualBlock(Layer):
     """
 
     def __init__(self, branch: Chain, shortcut: Chain | None = None, *, over: str = "") -> None:
-        self.ways = {"branch": branch} | ({"shortcut": shortcut} if shortcut else {})
+        self.paths = {"branch": branch} | ({"shortcut": shortcut} if shortcut else {})
         left, right = branch.outputs, shortcut.outputs if shortcut else branch.inputs
         if left != right:
             raise UsageError(f"ResidualBlock: the branch returns [{left.dims}], but its shortcut [{right.dims}]")
         self.inputs, self.outputs, self.over = branch.inputs, branch.outputs, over
-        self.parameters, self.buffers, self.sizes, self.may_cut = joined(self.ways.items())
+        self.parameters, self.buffers, self.sizes, self.may_cut = joined(self.paths.items())
 
     def cost(self, length):
-        return sum(path.cost(length) for path in self.ways.values())
+        return sum(path.cost(length) for path in self.paths.values())
 
     def forward(self, sh, p, x, ctx):
         saved, extras = {}, {}
-        total: Any = None if "shortcut" in self.ways else x
-        for name, path in self.ways.items():
+        total: Any = None if "shortcut" in self.paths else x
+        for name, path in self.paths.items():
             y, saved[name], *extra = path.forward(sh, p[name], x, ctx)
             if extra:
                 extras[name] = extra[0]
@@ -317,7 +317,7 @@ class ResidualBlock(Layer):
     def backward_input(self, sh, p, saved, dy):
         saved, positive = saved
         dy, rests, gradients = kept_where(dy, positive), {}, []
-        for name, path in self.ways.items():
+        for name, path in self.paths.items():
             dx, rests[name] = path.backward_input(sh, p[name], saved[name], dy)
             gradients.append(dx)
 
@@ -327,13 +327,13 @@ class ResidualBlock(Layer):
             return sh.start_all_reduce(dx, over=self.over)
 
         dx = then(gradients[0], reduced)
-        if "shortcut" not in self.ways:
+        if "shortcut" not in self.paths:
             dx = then(dx, lambda dx: plus(dx, dy))
         return dx, (rests, dx if isinstance(dx, Deferred) else None)
 
     def backward_weight(self, sh, rest, g):
         rests, under_way = rest
-        for name, path in self.ways.items():
+        for name, path in self.paths.items():
             path.backward_weight(sh, rests[name], g[name])
             if under_way is not None:
                 under_way.finish()  # its reduction runs while the next path's weight gradients are computed

@@ -75,10 +75,10 @@ def check_call(name: str, function: Callable, *args: Any, like: Callable | None 
         raise UsageError(f"{name}: {error}; it takes {', but is called with '.join(listed)}") from error
 
 
-def name_of_call(of: Any, method: str, *args: Any) -> str:
+def name_of_call(owner: Any, method: str, *args: Any) -> str:
     """The name of a user's method in messages: its class, and the layer's name in the model if it has one."""
     label = getattr(args[0], "label", "") if args else ""
-    return f"{type(of).__name__}.{method}" + (f" of {label}" if label else "")
+    return f"{type(owner).__name__}.{method}" + (f" of {label}" if label else "")
 
 
 def check_declarations(layer: Layer) -> None:

@@ -20,6 +20,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.mlp import class_accuracy, class_loss
 from spmd_engine.models.model import Model
+from spmd_engine.requirements import Case, effect_along, requirement
 
 if TYPE_CHECKING:
     from spmd_engine.layers.images import ImageWindows
@@ -199,9 +200,11 @@ def halo_warning(model: Model, axes: Mapping[str, int], shares: Weights = EVEN) 
     from spmd_engine.sharding.halos import Reach
 
     sharded = {axis: axes[axis] for axis in ("rows", "columns") if axes.get(axis, 1) > 1}
+    if not sharded:
+        return None
     windows = [w for _, layer in model.layers for w in _windows(layer) if (w.y, w.x) == ("h", "w")]
     halos = owned = 0
-    for place in all_positions(sharded) if sharded else ():
+    for place in all_positions(sharded):
         for w in windows:
             sides = (w.image[0], w.rows, "rows"), (w.image[1], w.columns, "columns")
             reaches = [
@@ -226,8 +229,17 @@ def _windows(layer: Layer) -> Iterator[ImageWindows]:
     if isinstance(layer, layers.Chain):
         parts = dict(layer.layers)
     elif isinstance(layer, layers.ResidualBlock):
-        parts = dict(layer.ways)
+        parts = dict(layer.paths)
     for part in parts.values():
         yield from _windows(part)
     if isinstance(layer, (layers.Conv2d, layers.MaxPool, layers.AveragePool)):
         yield layer.windows
+
+
+@requirement("mesh", "shares", of_model=True)
+def _size_of_halos(case: Case) -> str | None:
+    """shards of images that are larger than their halos"""
+    return halo_warning(case.model, case.axes, case.options.work_shares)
+
+
+REQUIREMENTS = (effect_along("reshard_after", "rows", "columns"), _size_of_halos)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from spmd_engine.axes import MeshPosition
+from spmd_engine.axes import MeshPosition, uneven_axes
 from spmd_engine.comm.notation import EVEN, Weights, weighted_lengths
 from spmd_engine.errors import MeshError, one_of
 from spmd_engine.models.model import Model
+from spmd_engine.requirements import Case, effect_along, requirement
 from spmd_engine.sharding.layout import Layout
 
 #: The letter of images [b h w c] that each mesh axis shards: samples, rows, columns, or the channels f inside blocks.
@@ -144,3 +145,38 @@ def _queries_divide_better(attentions: Sequence[Mapping[str, int]], shares: Sequ
     ranks = sum(share > 0 for share in shares)
     queries = [(sizes["h"], sizes.get("r", 1)) for sizes in attentions]
     return bool(queries) and all(h < ranks and h * most(r) < most(h) * r for h, r in queries)
+
+
+@requirement("experts_over", nearest="Name axes of the mesh")
+def _axes_of_experts(case: Case) -> str | None:
+    """axes of the mesh"""
+    missing = [axis for axis in case.options.expert_axes or () if axis not in case.axes]
+    return f"there is no axis {missing[0]!r}" if missing else None
+
+
+@requirement("experts_over", "rebalance_every", "mesh", of_model=True)
+def _parts_of_experts(case: Case) -> str | None:
+    """a model with an expert for each part, or more"""
+    named_axes, name = case.options.expert_axes, case.model.name
+    over = tuple({"expert"} & set(case.axes)) if named_axes is None else named_axes
+    parts = MeshPosition(case.axes, {}).axis_size(over)
+    fewest = min((layer.sizes["e"] for _, layer in case.model.layers if "e" in layer.sizes), default=None)
+    if fewest is None and named_axes is not None:
+        return f"{case.text('experts_over')} has no effect: {name} has no experts"
+    if fewest is None and parts > 1:
+        return f"axis expert={parts} shards only the batch, as data would: {name} has no experts"
+    if case.options.rebalance_every and (fewest is None or parts == 1):
+        return f"{case.text('rebalance_every')} has no effect: experts are not in parts here"
+    if fewest is not None and fewest < parts:
+        return f"{fewest} experts over {','.join(over)}={parts}: {parts - fewest} of {parts} parts hold none"
+    return None
+
+
+@requirement("mesh", of_model=True)
+def _shared_keys(case: Case) -> str | None:
+    """an axis queries where a model has few key heads"""
+    is_sized = "model" in case.options.work_shares or uneven_axes(case.axes)
+    return None if is_sized else note_of_shared_keys(case.model, case.axes)
+
+
+REQUIREMENTS = (effect_along("sequence_parallel", "model"), _axes_of_experts, _parts_of_experts, _shared_keys)

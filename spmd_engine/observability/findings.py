@@ -39,6 +39,21 @@ class CheckResult:
     remedy: str = ""
 
 
+def good(name: str, text: str) -> CheckResult:
+    """A check that found nothing wrong."""
+    return CheckResult(name, GOOD, text)
+
+
+def warning(name: str, text: str, remedy: str) -> CheckResult:
+    """A check that found what may slow a job down or surprise its user."""
+    return CheckResult(name, WARNING, text, remedy)
+
+
+def error(name: str, text: str, remedy: str) -> CheckResult:
+    """A check that found what makes a job fail."""
+    return CheckResult(name, ERROR, text, remedy)
+
+
 def diagnose(
     ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any], world_error: str = ""
 ) -> list[CheckResult]:
@@ -62,7 +77,7 @@ def slowest(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> 
         "disks, MB/s": [(4.2 / seconds, node) for node, seconds in _seconds_of_disks(ranks).items()],
     }
     return [
-        CheckResult(f"slowest {what}", GOOD, "; ".join(f"{name} {speed:.3g}" for speed, name in sorted(table)[:LISTED]))
+        good(f"slowest {what}", "; ".join(f"{name} {speed:.3g}" for speed, name in sorted(table)[:LISTED]))
         for what, table in tables.items()
         if table
     ]
@@ -83,7 +98,7 @@ def _failed(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
         if where and name not in ("folder", "shared_memory"):
             text = str(ranks[where[0]][name]).removeprefix("error: ")
             text = f"could not be examined on {_ranks(where)}: {text}"
-            yield CheckResult(name.replace("_", " "), WARNING, text, "nothing is known about it: examine it by hand")
+            yield warning(name.replace("_", " "), text, "nothing is known about it: examine it by hand")
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -101,30 +116,27 @@ def _launch(ranks: Sequence[Mapping[str, Any]], world_error: str) -> Iterator[Ch
     if world_error:
         text = world_error.removesuffix(NOT_MIXED).removesuffix("; 'doctor' says more")
         remedy = f"start it with {mpiexec}; under Slurm with MPICH, also srun --mpi=pmi2"
-        yield CheckResult(
-            "ranks", ERROR, text, remedy if MPI_MIXED in text else "remove the cause, then run this again"
-        )
+        yield error("ranks", text, remedy if MPI_MIXED in text else "remove the cause, then run this again")
     elif not launcher and len(ranks) == 1 and tasks > 1:
         text = f"plain python in an allocation of {tasks} tasks by {system}: this is one process"
-        yield CheckResult("ranks", ERROR, text, f"start it with srun or mpiexec: {mpiexec} -n {tasks} python -m ...")
+        yield error("ranks", text, f"start it with srun or mpiexec: {mpiexec} -n {tasks} python -m ...")
     elif hosts < nodes or len(ranks) < tasks:
         text = f"{len(ranks)} on {hosts} node(s), but {system} has allocated {tasks} tasks on {nodes} node(s)"
         remedy = f"give mpiexec the nodes and the number of ranks (-hosts, -n {tasks}), or use srun"
-        yield CheckResult("ranks", WARNING, text, remedy)
+        yield warning("ranks", text, remedy)
     else:
         by = f", started by {launcher}" if launcher else ""
         more = "" if len(ranks) > 1 else "; 'mpiexec -n N python -m spmd_engine doctor' examines communication, too"
-        yield CheckResult("ranks", GOOD, f"{len(ranks)}{by}{more}")
+        yield good("ranks", f"{len(ranks)}{by}{more}")
     threads = mpi.get("threads")
     if threads and threads != "multiple":
-        yield CheckResult(
+        yield warning(
             "MPI library",
-            WARNING,
             f"{library}; its thread level is {threads}: data between nodes move only while ranks wait",
             "use an MPI library that was built with MPI_THREAD_MULTIPLE",
         )
     else:
-        yield CheckResult("MPI library", GOOD, library)
+        yield good("MPI library", library)
 
 
 def _equal(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
@@ -133,17 +145,14 @@ def _equal(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
     usual = digests.most_common(1)[0][0]
     others = [n for n, facts in enumerate(ranks) if _known(facts, "package", "") != usual]
     if others:
-        yield CheckResult(
+        yield error(
             "package",
-            ERROR,
             f"{_ranks(others)} of {len(ranks)} run other files of spmd_engine than the others",
             "install the same version on every node",
         )
     else:
         version = _known(ranks[0], "environment", {}).get("spmd_engine", "from its folder")
-        yield CheckResult(
-            "package", GOOD, f"spmd_engine {version}, the same files on all ranks" if len(ranks) > 1 else version
-        )
+        yield good("package", f"spmd_engine {version}, the same files on all ranks" if len(ranks) > 1 else version)
     names = dict.fromkeys(name for facts in ranks for name in _known(facts, "environment", {}))
     for name in names:
         if name in ("command", "host", "cores", "processor", "system", "spmd_engine") or name.isupper():
@@ -153,7 +162,7 @@ def _equal(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
             found[_known(facts, "environment", {}).get(name, "absent")].append(n)
         if len(found) > 1:
             text = "; ".join(f"{value} on {_ranks(where)}" for value, where in found.items())
-            yield CheckResult(name, WARNING, text, "install the same version on every node")
+            yield warning(name, text, "install the same version on every node")
 
 
 def _cores(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
@@ -174,22 +183,16 @@ def _cores(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
         }
         if crowded:
             cores, where = min(crowded.items(), key=lambda item: len(item[0]))
-            yield CheckResult(
+            yield error(
                 name,
-                ERROR,
                 f"{_ranks(where)} are bound to core {', '.join(map(str, sorted(cores)))}; {len(available)} are there",
                 "bind each rank to a core of its own: mpiexec -bind-to core, or srun --cpu-bind=cores",
             )
         elif len(members) > min(len(usable), min(quotas)):
             limit = f"{min(quotas):g} cores (a quota)" if min(quotas) < len(usable) else f"{len(usable)} cores"
-            yield CheckResult(
-                name,
-                WARNING,
-                f"{len(members)} ranks on {limit}: they take turns",
-                "start at most one rank a core",
-            )
+            yield warning(name, f"{len(members)} ranks on {limit}: they take turns", "start at most one rank a core")
         else:
-            yield CheckResult(name, GOOD, f"{len(usable)} for {len(members)} rank(s)")
+            yield good(name, f"{len(usable)} for {len(members)} rank(s)")
         asked = _known(ranks[members[0]], "thread_variables", {})
         wanted = [int(value) for value in asked.values() if value.isdecimal()]
         threads = max([_known(ranks[n], "threads", 1) for n in members] + wanted)
@@ -204,7 +207,7 @@ def _cores(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
             )
         else:
             products = ", ".join(_known(ranks[members[0]], "blas", []))
-            yield CheckResult("threads", GOOD, f"{threads} BLAS thread(s) a rank; {products}")
+            yield good("threads", f"{threads} BLAS thread(s) a rank; {products}")
     kinds = defaultdict(list)
     for n, facts in enumerate(ranks):
         instructions = ", ".join(_known(facts, "simd", [])) or "no AVX2"
@@ -212,9 +215,9 @@ def _cores(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
     if len(kinds) > 1:
         text = "; ".join(f"{kind} on {_ranks(where)}" for kind, where in kinds.items())
         remedy = "use nodes of one kind, or compare replicas no more: --check-replicas-every 0"
-        yield CheckResult("processor", WARNING, text, remedy)
+        yield warning("processor", text, remedy)
     else:
-        yield CheckResult("processor", GOOD, *kinds)
+        yield good("processor", *kinds)
 
 
 def _memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
@@ -224,7 +227,7 @@ def _memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
     room, on = ranks[n]["shared_memory"], f" on {_host(ranks[n])}" if len(local) > 1 else ""
     if not isinstance(room, Mapping):
         text = f"/dev/shm{on}: {str(room).removeprefix('error: ')}"
-        yield CheckResult("shared memory", ERROR, text, "mount it as tmpfs")
+        yield error("shared memory", text, "mount it as tmpfs")
     elif rooms[n] < LEAST_SHARED:
         yield CheckResult(
             "shared memory",
@@ -233,15 +236,14 @@ def _memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
             "enlarge it (docker run --shm-size=4g), or remove files of ended jobs from it",
         )
     else:
-        yield CheckResult("shared memory", GOOD, f"/dev/shm{on} has {readable_bytes(room['free'])} free")
+        yield good("shared memory", f"/dev/shm{on} has {readable_bytes(room['free'])} free")
     memory = [_known(facts, "memory", {"limit": inf, "installed": inf}) for facts in ranks]
     limited = [n for n, sizes in enumerate(memory) if sizes["limit"] < 0.95 * sizes["installed"]]
     if limited:
         n = min(limited, key=lambda n: memory[n]["limit"])
         share = memory[n]["limit"] // local[_host(ranks[n])]
-        yield CheckResult(
+        yield warning(
             "memory",
-            WARNING,
             f"{_host(ranks[n])} may use {readable_bytes(memory[n]['limit'])} for all its ranks, by a control group",
             f"raise the job's limit, or plan for it: plan --memory {readable_bytes(share)}",
         )
@@ -260,7 +262,7 @@ def _memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
         if least < at_least:
             text = f"at most {least} {what} a process, on rank {n}"
             remedy = f"raise the limit on every node: ulimit -{option}, in the job's script too"
-            yield CheckResult(name, WARNING, text, remedy)
+            yield warning(name, text, remedy)
 
 
 def _seconds_of_disks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -276,11 +278,8 @@ def _folder(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> 
     for n, facts in enumerate(ranks):
         if not isinstance(facts.get("folder"), Mapping):
             text = str(facts.get("folder")).removeprefix("error: ")
-            yield CheckResult(
-                "run folder",
-                ERROR,
-                f"rank {n} cannot write there: {text}",
-                "choose another folder with --folder, and --run",
+            yield error(
+                "run folder", f"rank {n} cannot write there: {text}", "choose another folder with --folder, and --run"
             )
             return
     disks = [facts["folder"] for facts in ranks]
@@ -292,21 +291,19 @@ def _folder(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> 
     if blind:
         text = f"what rank 0 writes there is not there on {_ranks(blind)} ({_host(ranks[blind[0]])})"
         remedy = "write runs to a file system that all nodes share: --folder, and --run"
-        yield CheckResult("run folder", ERROR, text, remedy)
+        yield error("run folder", text, remedy)
     elif seconds > SLOW_SYNC or seconds > max(SLOW_SYNC / 10, SLOW_DISK * usual):
         node = max(seconds_by_node, key=lambda node: seconds_by_node[node])
         others = f"; the median of nodes is {usual:.2f} s" if len(seconds_by_node) > 1 else ""
         text = f"{text} on {node}{others}"
-        yield CheckResult("run folder", WARNING, text, "save to a quicker file system, or less often")
+        yield warning("run folder", text, "save to a quicker file system, or less often")
     elif least < LEAST_DISK:
-        yield CheckResult("run folder", WARNING, f"{readable_bytes(least)} are free", "free space, or write elsewhere")
+        yield warning("run folder", f"{readable_bytes(least)} are free", "free space, or write elsewhere")
     elif not all(disk["locks"] for disk in disks):
         text = f"{text}, but files cannot be locked: two jobs that write to one run are detected late"
-        yield CheckResult(
-            "run folder", WARNING, text, "start a run once at a time, or mount the file system with locks"
-        )
+        yield warning("run folder", text, "start a run once at a time, or mount the file system with locks")
     else:
-        yield CheckResult("run folder", GOOD, f"{text}, and a rename is atomic")
+        yield good("run folder", f"{text}, and a rename is atomic")
 
 
 def _communication(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> Iterator[CheckResult]:
@@ -314,13 +311,11 @@ def _communication(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, An
     wrong = [name for name in found[0]["right"] if not all(facts["right"][name] for facts in found)]
     seconds = {name: max(facts["seconds"][name] for facts in found) for name in found[0]["seconds"]}
     if wrong:
-        yield CheckResult(
-            "collectives", ERROR, f"wrong results: {', '.join(wrong)}", "report this with the output of doctor --json"
-        )
+        yield error("collectives", f"wrong results: {', '.join(wrong)}", "report this with the output of doctor --json")
     else:
         times = [f"{name.split()[0]} {1e3 * value:.1f}" for name, value in seconds.items() if not name.endswith(" 8")]
         text = f"{len(found[0]['right'])} are right; all_reduce of 8 bytes {1e6 * seconds['all_reduce 8']:.0f} us"
-        yield CheckResult("collectives", GOOD, f"{text}; ms of 1 MiB: {', '.join(times)}")
+        yield good("collectives", f"{text}; ms of 1 MiB: {', '.join(times)}")
     several, count = len(set(nodes)) < len(nodes), len(set(nodes))
     network = next((facts["network"] for facts in found if facts["network"]), "") if count > 1 else ""
     fabrics = sorted({device for facts in ranks for device in _known(facts, "fabrics", [])})
@@ -329,21 +324,21 @@ def _communication(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, An
     if several and not all(facts["memory"] for facts in found):
         text = "ranks of a node cannot map each other's memory: they send messages"
         remedy = "run the ranks of a node in one container and as one user, and limit no address space (ulimit -v)"
-        yield CheckResult("transport", WARNING, text, remedy)
+        yield warning("transport", text, remedy)
     elif several and not all(facts["reads"] for facts in found):
         text = f"{within}{between}, but ranks cannot read each other's memory: each large array is copied once more"
-        yield CheckResult("transport", WARNING, text, "allow ptrace: docker run --cap-add SYS_PTRACE")
+        yield warning("transport", text, "allow ptrace: docker run --cap-add SYS_PTRACE")
     elif network and fabrics:
         text = f"{within}{between}, although there is a fabric: {', '.join(fabrics)}"
         remedy = "load the cluster's MPI module, whose library has a driver for it, or name it (UCX_NET_DEVICES)"
-        yield CheckResult("transport", WARNING, text, remedy)
+        yield warning("transport", text, remedy)
     else:
-        yield CheckResult("transport", GOOD, within + between)
+        yield good("transport", within + between)
     clocks = [facts["clock"] for facts in found]
     if max(clocks) - min(clocks) > LARGEST_SHIFT:
         n = max(range(len(clocks)), key=lambda n: abs(clocks[n] - median(clocks)))
         text = f"rank {n} ({nodes[n]}) differs by {clocks[n] - median(clocks):+.0f} s"
-        yield CheckResult("clocks", WARNING, text, "synchronize them with NTP: logs and events of a run mix them")
+        yield warning("clocks", text, "synchronize them with NTP: logs and events of a run mix them")
 
 
 def _links(together: Mapping[str, Any]) -> Iterator[CheckResult]:
@@ -375,14 +370,14 @@ def _links(together: Mapping[str, Any]) -> Iterator[CheckResult]:
                 f"rank {a} ({nodes[int(a)]}) to rank {b} ({nodes[int(b)]}): {1e6 * late:.0f} us, {wide / 1e9:.3g} GB/s"
             )
             remedy = f"examine {part if shared else 'this link'}"
-            yield CheckResult(name, WARNING, f"{text}; others: {usual}", remedy)
+            yield warning(name, f"{text}; others: {usual}", remedy)
         elif not same and bandwidth < LEAST_BANDWIDTH:
             remedy = (
                 "choose a quicker network device (UCX_NET_DEVICES), or examine it (ethtool); plan for it: calibrate"
             )
-            yield CheckResult(name, WARNING, f"{usual}: slower than gigabit Ethernet", remedy)
+            yield warning(name, f"{usual}: slower than gigabit Ethernet", remedy)
         else:
-            yield CheckResult(name, GOOD, usual)
+            yield good(name, usual)
 
 
 def _speeds(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> Iterator[CheckResult]:
@@ -394,9 +389,8 @@ def _speeds(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> 
     if speeds[worst] < SLOW_RANK * usual:
         cores = ", ".join(map(str, _known(ranks[worst], "cores", [])))
         shares = processor[worst] >= SLOW_RANK * median(processor)
-        yield CheckResult(
+        yield warning(
             "speed",
-            WARNING,
             f"rank {worst} on {_host(ranks[worst])} computes {speeds[worst] / 1e9:.1f} GFLOP/s; the median is "
             f"{usual / 1e9:.1f}",
             f"end the other program on cores {cores}, or exclude the node"
@@ -404,7 +398,7 @@ def _speeds(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> 
             else f"the clock of cores {cores} is lower: look for heat or a power limit, or exclude the node",
         )
     else:
-        yield CheckResult("speed", GOOD, f"{usual / 1e9:.1f} GFLOP/s a core in float32, alike on all ranks")
+        yield good("speed", f"{usual / 1e9:.1f} GFLOP/s a core in float32, alike on all ranks")
 
 
 def _extras(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
@@ -418,27 +412,22 @@ def _extras(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
     broken = [n for n, loops in enumerate(compiled) if not loops["loaded"] and n not in lacking["numba"]]
     for name, where in lacking.items():
         if where and len(where) < len(ranks):
-            yield CheckResult(
-                name, ERROR, f"absent on {_ranks(where)}, present on the others", "install it on every node"
-            )
+            yield error(name, f"absent on {_ranks(where)}, present on the others", "install it on every node")
     if 0 < len(broken) < len(ranks) - len(lacking["numba"]):
         text = f"{_ranks(broken)} cannot use them and compute with NumPy: ranks differ in the last bits"
-        yield CheckResult(
-            "compiled loops", ERROR, text, "install the same numba and llvmlite on every node; SPMD_FAST=0"
-        )
+        yield error("compiled loops", text, "install the same numba and llvmlite on every node; SPMD_FAST=0")
     elif broken:
         text = "they are switched off (SPMD_FAST=0), or numba cannot be used: see the message above"
-        yield CheckResult("compiled loops", WARNING, text, "unset SPMD_FAST, or install a numba for this numpy")
+        yield warning("compiled loops", text, "unset SPMD_FAST, or install a numba for this numpy")
     elif uncached:
-        yield CheckResult(
+        yield warning(
             "compiled loops",
-            WARNING,
             f"{_ranks(uncached)} cannot write them to a cache, and compile them at each start",
             "set NUMBA_CACHE_DIR to a folder that can be written",
         )
     absent = [name for name, where in lacking.items() if len(where) == len(ranks)]
     texts = [f"{name} ({EXTRAS[name][1]}: pip install 'spmd_engine[{EXTRAS[name][0]}]')" for name in absent]
-    yield CheckResult("extras", GOOD, f"not installed: {'; '.join(texts)}" if texts else "all are installed")
+    yield good("extras", f"not installed: {'; '.join(texts)}" if texts else "all are installed")
 
 
 def _gpus(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> Iterator[CheckResult]:
@@ -449,11 +438,11 @@ def _gpus(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> It
     text = f"{len(ranks[0]['gpus'])} on rank 0: {ranks[0]['gpus'][0]}" if 0 not in without else "none on rank 0"
     if without:
         remedy = "give every node GPUs, install cupy and the driver there, and look at CUDA_VISIBLE_DEVICES"
-        yield CheckResult("GPUs", ERROR, f"{text}; none that CuPy can use on {_ranks(without)}", remedy)
+        yield error("GPUs", f"{text}; none that CuPy can use on {_ranks(without)}", remedy)
     elif not all(found["right"] for found in sums):
-        yield CheckResult("GPUs", ERROR, f"{text}; a sum of their arrays is wrong", "train --transport staged")
+        yield error("GPUs", f"{text}; a sum of their arrays is wrong", "train --transport staged")
     elif sums:
         seconds = max(found["seconds"] for found in sums)
-        yield CheckResult("GPUs", GOOD, f"{text}; all_reduce of 1 MiB {1e3 * seconds:.2f} ms; {sums[0]['path']}")
+        yield good("GPUs", f"{text}; all_reduce of 1 MiB {1e3 * seconds:.2f} ms; {sums[0]['path']}")
     else:
-        yield CheckResult("GPUs", GOOD, text)
+        yield good("GPUs", text)

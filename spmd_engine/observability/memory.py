@@ -9,8 +9,9 @@ from math import prod
 
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, all_positions
+from spmd_engine.engine.build import composed_assignment, composed_layout
 from spmd_engine.engine.optimizers import OPTIMIZERS, AdamW, Optimizer
-from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignment, composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.models import Model

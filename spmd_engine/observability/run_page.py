@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.comm.views import draw_mesh
-from spmd_engine.engine.parallel_config import composed_layout
+from spmd_engine.engine.build import composed_layout
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
 from spmd_engine.models.user_code import is_code

@@ -14,7 +14,9 @@ from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import table as tensor_table
 from spmd_engine.comm.notation import Spec
-from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignment, composed_layout, helper_stage
+from spmd_engine.engine.build import composed_assignment, composed_layout
+from spmd_engine.engine.helpers import helper_stage
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE, Assignment, assign, homes_of, misfit, parse_shares
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_json, read_text, reading

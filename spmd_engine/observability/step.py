@@ -99,14 +99,8 @@ def print_shards(shards: Sequence[ModelShard], nodes: Sequence[NodeCapabilities]
     """Print the shards of all ranks and, if there are ``nodes``, the best placement of the ranks on them."""
     tasks = tasks_of(shards, nodes) if nodes else None
     places = annealed(tasks) if tasks is not None else ()
-    heads = ("bytes", "GFLOP", "activations", "bytes sent")
-    listed = Table(box=None, pad_edge=False)
-    for head in ("shard", "sharded", "layers"):
-        listed.add_column(head)
-    for head in heads:
-        listed.add_column(head, justify="right")
-    for head in ("sends to", "depends on", *(["node"] if places else [])):
-        listed.add_column(head)
+    counted = ">bytes", ">GFLOP", ">activations", ">bytes sent"
+    listed = _table("shard", "sharded", "layers", *counted, "sends to", "depends on", *(["node"] if places else []))
     for number, shard in enumerate(shards):
         ends = [shard.layers[0], shard.layers[-1]] if shard.layers else []
         layers = f"{' to '.join(dict.fromkeys(ends))} ({len(shard.layers)})" if ends else "-"
@@ -128,6 +122,14 @@ def print_shards(shards: Sequence[ModelShard], nodes: Sequence[NodeCapabilities]
             f"products and messages of a step: {readable_seconds(tasks.cost(places))} on these nodes, "
             f"{readable_seconds(tasks.cost(order))} if ranks fill nodes in order"
         )
+
+
+def _table(*heads: str, title: str | None = None) -> Table:
+    """A table without rows; numbers stand on the right below heads that begin with ">"."""
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left")
+    return table
 
 
 def _ids(ids: Sequence[str], most: int = 6) -> str:
@@ -214,22 +216,15 @@ def _layers(step: RankStep) -> Table:
             lines.append(([layer], numbers))
         else:
             equal_layers.append(layer)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("layer")
-    heads = ("parameters, bytes", "forward, GFLOP", "again", "input", "weights", "bytes moved", "saved", "most")
-    for head in (*heads, "bytes sent"):
-        table.add_column(head, justify="right")
+    gflop = ">forward, GFLOP", ">again", ">input", ">weights"
+    table = _table("layer", ">parameters, bytes", *gflop, ">bytes moved", ">saved", ">most", ">bytes sent")
     for names, numbers in lines:
         table.add_row(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} alike", *numbers)
     return table
 
 
 def _totals(analysis: StepAnalysis) -> Table:
-    table = Table(box=None, pad_edge=False, title_justify="left", title="\nall ranks together")
-    table.add_column("operation")
-    table.add_column("over")
-    for head in ("calls", "bytes sent"):
-        table.add_column(head, justify="right")
+    table = _table("operation", "over", ">calls", ">bytes sent", title="\nall ranks together")
     for (operation, axes), (calls, sent) in sorted(analysis.totals().items()):
         table.add_row(operation, axes, f"{calls:,}", f"{sent:,}")
     return table

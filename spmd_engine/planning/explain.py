@@ -8,15 +8,11 @@ from math import prod
 from typing import Any
 
 from spmd_engine.axes import axes_text
-from spmd_engine.engine.parallel_config import composed_assignment, composed_layout
-from spmd_engine.planning.dry_run.step_analysis import position_of
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.layer_costs import LayerCosts
 from spmd_engine.planning.search.plan_search import evaluate_plan
 from spmd_engine.planning.search.search_space import Candidate, can_offload
-from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.units import readable_bytes, readable_seconds
 
 MOST_BATCH = 1 << 20
@@ -26,24 +22,20 @@ Answer = tuple[Sequence[str], Any]  #: lines of text, and the same as data
 
 
 def explain(request: Request) -> tuple[str, list[dict[str, Any]]]:
-    """A line about the explained plan, with the requested mesh or data parallelism, and fourteen answers about it: each
-    has the "question", the "answer" as lines of text, and its "data"."""
+    """A line about the explained plan, with the requested mesh or data parallelism, and nine answers about it: what
+    else would fit, and what it would take. Each has the "question", the "answer" as lines of text, and its "data".
+    ``analyze`` and ``inspect`` describe the plan itself."""
     explainer = _Explainer(request)
     answers = (
         ("What is the peak memory now, where and when?", explainer.peak),
-        ("What is in it?", explainer.contents),
         ("What is the largest batch?", explainer.batch),
         ("What is the longest sequence?", explainer.sequence),
         ("How many data-parallel ranks?", explainer.data_ranks),
         ("What does each ZeRO stage save, and cost?", lambda: explainer.vary("zero", range(4))),
         ("What does recomputation save?", lambda: explainer.vary("recompute", ("none", "attention", "block"))),
         ("How many micro-batches?", explainer.micro_batches),
-        ("Which unsharded parameter group is largest?", explainer.largest_group),
-        ("Which module should be sharded?", explainer.module),
         ("When does hybrid sharding pay?", explainer.hybrid),
-        ("Should gradients be reduced in 16 bits?", explainer.sixteen_bits),
         ("What does offloading save, and cost?", explainer.offload),
-        ("What is not sharded in storage?", explainer.not_sharded),
     )
     return explainer.subject, [
         dict(zip(("question", "answer", "data"), (question, *answer()), strict=True)) for question, answer in answers
@@ -130,11 +122,6 @@ class _Explainer:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def _groups(self) -> Sequence[ParameterGroup]:
-        place, composition = position_of(0, self.base.mesh), self.base.composition(self.request.base)
-        layout = composed_layout(self.model, place, composition)
-        return composed_assignment(self.model, place, layout, self.costs.dtype.itemsize, composition).groups
-
     # --- the answers
 
     def peak(self) -> Answer:
@@ -142,12 +129,6 @@ class _Explainer:
         where = f"rank {self.evaluation.peak_rank}, at {self.evaluation.peak_moment}"
         lines = [f"{readable_bytes(size)} on {where}", f"memory of a rank: {readable_bytes(self.memory)}"]
         return lines, {"bytes": size}
-
-    def contents(self) -> Answer:
-        kinds = sorted(self.at_peak.bytes_by_kind.items(), key=lambda entry: -entry[1])
-        lines = [f"{readable_bytes(size):>12}  {kind}" for kind, size in kinds if size]
-        lines += [f"{readable_bytes(size):>12}  of which {kind}, {name}" for kind, name, size in self.at_peak.holds[:4]]
-        return lines, dict(kinds)
 
     def batch(self) -> Answer:
         parts = self.base.batch_ranks * self.base.micro_batches
@@ -187,31 +168,6 @@ class _Explainer:
         lines, data = self.vary("micro_batches", possible[:10])
         return [*lines, *(self._quickest(data) or ["none of these fits"])], data
 
-    def largest_group(self) -> Answer:
-        groups = sorted(self._groups(), key=lambda group: -group.size)[:5]
-        sizes = {_describe_members(group): group.size * self.costs.dtype.itemsize for group in groups}
-        return [f"{readable_bytes(size):>12}  {name}" for name, size in sizes.items()], sizes
-
-    def module(self) -> Answer:
-        costs = zip(self.costs.costs(self.base)[0], self.model.layers, strict=True)
-        sizes = [(self._layer_bytes(cost), name, cost) for cost, (name, _) in costs]
-        largest = sorted(sizes, key=lambda entry: entry[0], reverse=True)[:4]
-        lines = [
-            f"{name}: {readable_bytes(size)} with gradient and state, including {readable_bytes(cost.saved)} saved for "
-            f"the backward, {readable_bytes(cost.above_backward)} during it"
-            for size, name, cost in largest
-        ]
-        axes = {**{axis: size for axis, size in self.base.axes if axis != "data"}, "model": self.ranks}
-        if self.ranks > 1 and prod(axes.values()) == self.ranks:
-            name = f"all sharded by tensor parallelism, model={self.ranks}"
-            lines += self._compare({"model": (name, {"axes": tuple(axes.items())})})[0]
-        return lines, {name: int(size) for size, name, _ in largest}
-
-    def _layer_bytes(self, cost: LayerCosts) -> float:
-        estimator = self.costs.estimator(replace(self.base, zero=0, offload=None))
-        stored = estimator.stored_bytes(cost.parameters) if estimator is not None else {}
-        return sum(stored.values()) + cost.saved + cost.above_backward
-
     def hybrid(self) -> Answer:
         if self.ranks < 4 or set(self.base.mesh) - {"data", "replicate", "shard"}:
             return ["from four data-parallel ranks on"], None
@@ -224,12 +180,6 @@ class _Explainer:
         lines, data = self._compare(changes)
         return [*lines, *self._quickest(data)], data
 
-    def sixteen_bits(self) -> Answer:
-        totals = self.evaluation.analysis.totals()
-        sent = sum(sent for (name, _), (_, sent) in totals.items() if name in ("all_reduce", "reduce_scatter"))
-        text = f"reductions send {readable_bytes(sent)} per step over all ranks; --compress bfloat16 halves the part of"
-        return [f"{text} gradients"], sent
-
     def offload(self) -> Answer:
         node = self.request.machine.nodes[0]
         kinds = (None, "optimizer", "parameters", "activations", "optimizer,activations")
@@ -238,21 +188,3 @@ class _Explainer:
         state = self.at_peak.bytes_by_kind.get("optimizer state", 0)
         disk = f"{node.disk_read / 1e9:.3g} GB/s read and {node.disk_write / 1e9:.3g} GB/s written on each node"
         return [f"optimizer state is {readable_bytes(state)} of the peak; the disk: {disk}", *lines], data
-
-    def not_sharded(self) -> Answer:
-        groups = self._groups()
-        unsharded = [group for group in groups if not group.summed.cut]
-        size = sum(group.size for group in unsharded) * self.costs.dtype.itemsize
-        lines = [
-            f"{len(unsharded)} of {len(groups)} parameter groups, {readable_bytes(size)}, are stored whole on each "
-            f"rank that uses them, of {self.base.ranks} ranks"
-        ]
-        names = [member.name for group in unsharded for member in group.members][:6]
-        return lines + ([f"for example {', '.join(names)}"] if names else []), size
-
-
-def _describe_members(group: ParameterGroup) -> str:
-    """The content of a parameter group, by its largest parameter."""
-    largest = max(group.members, key=lambda member: member.size)
-    others = len(group.members) - 1
-    return f"{group.name}: {largest.name}" + (f" and {others} more" if others else "")

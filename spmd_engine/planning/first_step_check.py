@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import resource
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import gather_json, json_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import PlanError, UsageError
@@ -68,8 +67,7 @@ class FirstStepCheck(Hook):
         group, made, self._made = self._engine.group(), self._made, None
         measured = gather_json(group, [made, resident, cores], METRICS)
         # The seconds of the step include loading.
-        text = text_from_rank_zero(group, lambda: json.dumps(self._judge(measured, report.seconds)))
-        verdict = json.loads(text)
+        verdict = json_from_rank_zero(group, lambda: self._judge(measured, report.seconds))
         if verdict["differs"] and self._enforced:
             raise PlanError(f"step 1 differs from its analysis: {verdict['differs']}. --no-enforce continues")
         return replace(report, predicted=verdict["facts"]) if verdict["facts"] else report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_toml, read_text, reading
 from spmd_engine.formats.safetensors_file import read_json

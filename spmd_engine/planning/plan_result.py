@@ -16,9 +16,9 @@ import numpy as np
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, axes_text, count_ranks
 from spmd_engine.configuration import Configuration, setting
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.optimizers import OPTIMIZERS
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at

@@ -11,8 +11,9 @@ import numpy as np
 
 from spmd_engine.axes import MeshPosition, checked_axes, count_ranks
 from spmd_engine.engine.batch import check_batch
+from spmd_engine.engine.build import composed_layout
 from spmd_engine.engine.helpers import helper_ranks
-from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.importing import uncollected
 from spmd_engine.models import Model

@@ -49,13 +49,14 @@ class Activity:
         self.memory = memoryview(memory if memory is not None else bytearray(SIZE))
         self._words = self.memory[WORDS:TEXTS].cast("q")
         self._words[PROCESS] = os.getpid()
-        self._timeout: float | None = 0.0  # of the last wait
+        self._timeout: float | None = 0.0  # the last wait's
         self._texts: dict[str, int] = {}
         self._end = TEXTS + 8  # texts have numbers other than 0
         self._free = list(range(MOST_LINES))[::-1]
         self._created: dict[tuple[int, ...], int] = {}
-        self.records: Sequence[Record] = [Record(0, self.memory)]  #: of all ranks of the node, which this one can read
-        self.folder: Path | None = None  #: of the run: reports are also written there
+        #: The records of all ranks of the node, which this one can read.
+        self.records: Sequence[Record] = [Record(0, self.memory)]
+        self.folder: Path | None = None  #: the run's: reports are also written there
         self.explain: Callable[[], str] = lambda: ""  #: why a wait does not end, from the records of other ranks
         self.on_long_wait: Callable[[], None] | None = None  #: starts a watchdog that is not running yet
 
@@ -251,9 +252,9 @@ class State(NamedTuple):
     wait: WaitRecord | None
     phase: str  #: "saving, step 40", or empty
     phase_seconds: float
-    stack: str  #: of all its threads, innermost line last
+    stack: str  #: the stacks of all its threads, innermost line last
     stack_seconds: float  #: its age
-    condition: str = ""  #: of its process, by the operating system: "stopped", "gone"
+    condition: str = ""  #: what the operating system says about its process: "stopped", "gone"
     reported_seconds: float = math.inf  #: since it reported a hang
     idle: bool = False  #: whether it waits for something outside the job
 

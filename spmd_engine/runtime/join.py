@@ -25,7 +25,7 @@ from spmd_engine.runtime.launchers import (
 )
 
 FOLDER = Path("/dev/shm")
-PATTERNS = ("mpich_shm_*", "sm_segment.*")  # of MPICH and Open MPI; they stay after a rank is killed
+PATTERNS = ("mpich_shm_*", "sm_segment.*")  # files of MPICH and Open MPI; they stay after a rank is killed
 #: Bytes of MPICH's file, measured with 5.0.2 on 2 to 64 ranks. MPICH writes all of it at the start; without room the
 #: system ends it with SIGBUS.
 MPICH_BYTES_PER_RANK, MPICH_BYTES = 1_057_344, 4096

@@ -17,8 +17,9 @@ from spmd_engine.runtime.relay import relayed_output
 from spmd_engine.runtime.signals import ENDING, REQUEUE, Handlers, Interrupted, exit_code
 
 USAGE_ERROR = 2  #: exit code of a command that would fail again
-SIGNALLED = (*(128 + number for number in ENDING), REQUEUE)  #: of a job that a signal ended after a save
-KILLED = (signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGKILL)  #: of a job with a killed rank: launchers differ
+SIGNALLED = (*(128 + number for number in ENDING), REQUEUE)  #: exit codes of a job that a signal ended after a save
+#: Exit codes of a job with a killed rank: launchers differ.
+KILLED = (signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGKILL)
 RESTARTS = "SPMD_RESTARTS"  #: environment variable: the number of restarts
 LONGEST = 60.0  #: most seconds between two starts
 LONG = 600.0  #: seconds after which a script counts as having made progress

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of
-from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.inference import decode_inputs
 from spmd_engine.engine.layered import LayeredEngine
@@ -56,7 +55,7 @@ class NextTokens(ShardedEngine):
         self.vocabulary = vocabulary_of(engine)
         self._cache = Cache()
         self._rows: list[int] = []  # sequences in the cache, in its order: this rank's
-        self._texts: dict[int, list[int]] = {}  # of all sequences
+        self._texts: dict[int, list[int]] = {}  # all sequences' tokens
         self._sequences: set[int] = set()  # sequences of the last call
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
@@ -149,9 +148,9 @@ class Completion:
     prompt: list[int]
     tokens: list[int]
     finish: str  #: "length": as many tokens as wanted; "end": an end token; "stop": a stop string; "context": no room
-    text: str | None = None  #: of the tokens, without an end token or a stop string; None without a tokenizer
+    text: str | None = None  #: the tokens' text, without an end token or a stop string; None without a tokenizer
     stop: str | None = None  #: that stop string
-    log_probs: list[float] | None = None  #: of the tokens, by the model alone
+    log_probs: list[float] | None = None  #: the tokens' log-probabilities, by the model alone
     near_ties: int = 0  #: tokens whose margin is within rounding: another mesh may choose the second best
 
 
@@ -202,10 +201,10 @@ def generate(
     writer = _Writer(engine, prompts, stopping, tokenizer, sampling, on_text, batch_size)
     model.inference_loop(writer.calls(), writer)
 
-    def as_json() -> str:
-        return json.dumps([asdict(sequence.completion(log_probs)) for sequence in writer.sequences])
+    def written() -> list[dict[str, Any]]:
+        return [asdict(sequence.completion(log_probs)) for sequence in writer.sequences]
 
-    return [Completion(**fields) for fields in json.loads(text_from_rank_zero(engine.group(), as_json))]
+    return [Completion(**fields) for fields in json_from_rank_zero(engine.group(), written)]
 
 
 def _check(

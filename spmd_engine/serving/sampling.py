@@ -23,7 +23,7 @@ from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at
 
-LARGEST = 1e6  #: of temperatures and penalties
+LARGEST = 1e6  #: the largest temperature or penalty
 #: Options of sampling; giving one of them turns sampling on.
 AT_RANDOM = ("temperature", "top_k", "top_p", "min_p")
 
@@ -38,7 +38,7 @@ class SamplingOptions(Configuration):
     top_k: int = setting(0, least=0)  #: keep this many of the likeliest tokens, and ties; 0: all
     top_p: float = setting(1.0, least=0, most=1)  #: keep the likeliest that together reach this probability
     min_p: float = setting(0.0, least=0, most=1)  #: keep tokens with this fraction of the largest probability
-    seed: int = 0  #: of the noise
+    seed: int = 0  #: the seed of the noise
 
     @property
     def draws(self) -> bool:
@@ -119,7 +119,7 @@ def generation_config(content: Mapping[str, Any], where: str = "generation_confi
 # --- The choice
 
 
-_FIRST_CANDIDATES = 64  # of each rank, in the search for the tokens of top-p
+_FIRST_CANDIDATES = 64  # candidates of each rank in the search for the tokens of top-p
 _NONE = -np.inf
 
 

@@ -29,4 +29,4 @@ class OneAttention(Page):
         weights = {"query": projection, "key": projection, "value": projection, "output": output}
         self._store({f"attention/{name}": weight for name, weight in weights.items()}, mesh, dtype)
         self.query, self.key, self.value, self.output = self.parameters.values()
-        self.scale = width**-0.5  # of scores, so that they do not grow with k
+        self.scale = width**-0.5  # the factor of scores, so that they do not grow with k

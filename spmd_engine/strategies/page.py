@@ -19,7 +19,7 @@ from spmd_engine.errors import UsageError
 class Weight:
     """One of a model's weights."""
 
-    shape: tuple[int, ...]  #: of the unsharded weight
+    shape: tuple[int, ...]  #: the unsharded weight's
     inputs: int  #: number of inputs over which each output sums
 
     def initial(self, seed: int, name: str, dtype: Any, block: Index | None = None, backend: Backend = CPU) -> Array:

@@ -72,11 +72,11 @@ def _process() -> subprocess.Popen[bytes]:
     Raises UsageError for a jinja2 that is missing, or whose sandbox a template can leave.
     """
     try:
-        found = version("jinja2")
+        installed = version("jinja2")
     except PackageNotFoundError:
         raise UsageError("a chat template needs jinja2: pip install 'spmd_engine[hf]'") from None
-    if [int(number) for number in re.findall(r"\d+", found)[:3]] < SAFE:
-        raise UsageError(f"a chat template could run any code with jinja2 {found}: pip install 'jinja2>=3.1.6'")
+    if [int(number) for number in re.findall(r"\d+", installed)[:3]] < SAFE:
+        raise UsageError(f"a chat template could run any code with jinja2 {installed}: pip install 'jinja2>=3.1.6'")
     process = subprocess.Popen(
         [sys.executable, "-P", str(Path(__file__).with_name("chat_process.py"))],
         stdin=subprocess.PIPE,

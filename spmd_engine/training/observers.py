@@ -86,28 +86,14 @@ class Observer:
 
 
 class Observers(Hook):
-    """Passes the events of a run to its observers; on ranks other than 0 there are none."""
+    """Passes what happens to a run to its observers; on ranks other than 0 there are none."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers, self._started = tuple(observers), list[Observer]()
-
-    def __bool__(self) -> bool:
-        return bool(self._observers)
-
-    def start(self, run: Run, stop: int) -> None:
-        """Call ``started`` of each, and remember which have succeeded."""
-        for observer in self._observers:
-            observer.started(run, stop)
-            self._started.append(observer)
+        self.observers = tuple(observers)
 
     def notified(self, name: str, *facts: Any) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             getattr(observer, name)(*facts)
-
-    def close(self) -> None:
-        """Call ``closed`` of those that have started."""
-        while self._started:
-            self._started.pop(0).closed()
 
 
 class MetricsFile(Observer):

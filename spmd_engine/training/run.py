@@ -91,10 +91,8 @@ class Run:
         self.evaluation: Evaluation | None = None  #: the last one
         self.memory_limits: list[int] = []  #: bytes that each rank of the world may use: its part of its node's
         self.hooks = trainer.hooks = (*trainer.hooks, *hooks)
-        is_first = self.engine.device_id == 0
-        self._observers = Observers(
-            (MetricsFile(), EventLog(self.folder), ActivityFile(), *observers) if is_first else ()
-        )
+        files = MetricsFile(), EventLog(self.folder), ActivityFile()
+        self._observers = Observers((*files, *observers) if self.engine.device_id == 0 else ())
 
     @property
     def engine(self) -> ShardedEngine:
@@ -400,18 +398,18 @@ class Run:
 
         def start() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._observers.start(self, steps)
+            for observer in self._observers.observers:
+                observer.started(self, steps)
+                started.callback(observer.closed)
 
-        try:
+        with ExitStack() as started:
             self.on_rank_zero(start)
             yield
             self.notify("finished", self.loss, self.sample())
-        finally:
-            self._observers.close()
 
     def _report_restored(self) -> None:
         """Report the step of the checkpoint to the observers, if ``metrics.jsonl`` lacks it, or its evaluation."""
-        if self._observers and self.saved_report and self.saved_report["step"] == self.steps_done:
+        if self._observers.observers and self.saved_report and self.saved_report["step"] == self.steps_done:
             lines = lines_up_to(self.folder / MetricsFile.NAME, self.steps_done)
             last = json.loads(lines[-1]) if lines else {}
             if last.get("step") == self.steps_done and ("validation_loss" in last or self.evaluation is None):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from spmd_engine.checkpoints import CheckpointFolder
-from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.errors import UsageError
@@ -67,9 +67,9 @@ def read_job(path: str | Path) -> TrainConfig:
 def _read_on_rank_zero(read: Callable[[], tuple[TrainConfig, str]]) -> TrainConfig:
     """The job that ``read`` returns on rank 0, with the name of its file."""
 
-    def text() -> str:
+    def content() -> tuple[dict[str, Any], str]:
         job, file = read()
-        return json.dumps([job.as_json(), file])
+        return job.as_json(), file
 
     with Mesh(world()) as mesh:
-        return TrainConfig.from_json(*json.loads(text_from_rank_zero(mesh.group(), text)))
+        return TrainConfig.from_json(*json_from_rank_zero(mesh.group(), content))

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 from spmd_engine.arrays.product_libraries.installed import LIBRARIES
 from spmd_engine.arrays.products import NUMPY
-from spmd_engine.comm.device_transport import TRANSPORTS
+from spmd_engine.comm.device_transport import DEVICE_TRANSPORTS
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import ConfigField, Configuration, section_of, setting, settings_of
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
@@ -153,7 +153,7 @@ class TrainConfig(Configuration):
     )
     transport: str = setting(
         "auto",
-        choices=TRANSPORTS,
+        choices=DEVICE_TRANSPORTS,
         help="How arrays on GPUs travel: by NCCL, by MPI (if it reads their memory), or staged in host memory; auto "
         "takes the first of these that all ranks have.",
     )

@@ -96,7 +96,7 @@ def _have_same_positions(team: Sequence[ComparedBlock]) -> bool:
 
 
 PARAMETER, INITIAL = "parameter", "initial parameter"  # kinds of tensors that are not summed over ranks
-VARIABLE = "variable"  # of a function: correct values may differ between ranks
+VARIABLE = "variable"  # correct values of a function may differ between ranks
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ class Pair:
         off = [measurement for measurement in measured if measurement.is_off(self.tolerance)]
         if not off:
             return measured, None
-        limits: dict[str, float] = {}  # of tensors that may differ by more, since the mesh rounds elsewhere
+        limits: dict[str, float] = {}  # tensors that may differ by more, since the mesh rounds elsewhere
         if step and self.rounded_in():
             limits = self._bounds(step, computed=tensors[0].kind != PARAMETER)
             self.differing |= {_words(measurement.tensor): None for measurement in off if limits}

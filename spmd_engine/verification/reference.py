@@ -16,11 +16,11 @@ from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.communicators.threads import run_threads, solo
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
+from spmd_engine.engine import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, batch_of
 from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import UsageError, WrongNumberOfRanks
 from spmd_engine.losses import mean_squared_error
 from spmd_engine.models import Model
@@ -96,7 +96,7 @@ def _load(engine: ShardedEngine, parameters: dict[str, Array]) -> None:
 def _make_checked(make: Callable[..., Any], mesh: Mesh) -> ShardedEngine:
     try:
         engine = make_engine(make, mesh, dtype=np.float64)
-    except WrongNumberOfRanks as error:  # of a mesh that `make` makes
+    except WrongNumberOfRanks as error:  # `make` makes a mesh of another size
         ranks = "one rank, with which verify compares" if mesh.size == 1 else f"{mesh.size} ranks"
         raise UsageError(
             f"on {ranks}, {name_of(make)} cannot be made: it makes the mesh {error.mesh}, of {error.ranks} ranks. "

@@ -99,7 +99,7 @@ class Distances:
 
     step: int  #: from 1
     loss: float  #: one device's loss
-    of_loss: float  #: of the loss, and of the outputs if they are compared
+    of_loss: float  #: that of the loss and, if they are compared, the outputs
     of_gradients: float
     of_parameters: float  #: after the update
 

@@ -13,7 +13,9 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.safetensors_file import folder_tensors
 from spmd_engine.layers import RotaryOptions

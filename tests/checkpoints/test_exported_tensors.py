@@ -17,7 +17,8 @@ from spmd_engine.checkpoints.hf.weights import as_it_is
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.rewrite import export_checkpoint
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.load_config import load_config
 from support import tiny

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from spmd_engine import Mesh
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import load_config
 

@@ -13,7 +13,9 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import load_pretrained, open_pretrained, table
 from spmd_engine.comm.world import world
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.safetensors_file import read_safetensors
 from spmd_engine.formats.tensor import PlainTensor

@@ -9,7 +9,7 @@ import pytest
 
 from spmd_engine import Mesh
 from spmd_engine.checkpoints import CheckpointFolder
-from spmd_engine.engine.parallel_config import build_engine
+from spmd_engine.engine.build import build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine.files import read_machine, toml_of
 from spmd_engine.training import TrainConfig

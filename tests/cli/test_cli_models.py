@@ -117,7 +117,7 @@ def test_all_commands_have_the_same_rule(here, gpt2):
         "inspect",
         "analyze",
         "plan",
-        *(f"show {x}" for x in ("memory", "sharding", "experts")),
+        *(f"show {x}" for x in ("sharding", "experts")),
     ]
     for command in (*commands, "show communication"):
         assert "note: --model gpt2 is the" in here(*command.split(), "--model", "gpt2", "--mesh", "oops")[2], command

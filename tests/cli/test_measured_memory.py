@@ -1,4 +1,4 @@
-"""What a rank holds, measured by the kernel: as much as ``show memory`` says under each stage of ZeRO, and ``analyze``
+"""What a rank holds, measured by the kernel: as much as ``inspect`` says under each stage of ZeRO, and ``analyze``
 of a whole run."""
 
 import json

@@ -81,10 +81,9 @@ def test_what_is_predicted_and_drawn_of_a_model(name, here):
     model = ["--model", f"documented.py:{name}"]
     sizes = ["--batch-size", "4"]
     parameter = re.search(r"^ (\S+/\S+)", run(here, "inspect", *model, "--mesh", "model=2"), re.MULTILINE)[1]
-    assert "together" in run(here, "inspect", *model, "--mesh", "data=2")
+    assert "zero 3" in run(here, "inspect", *model, "--mesh", "data=2")
     assert "largest peak" in run(here, "analyze", *model, "--mesh", "data=2,model=2", *sizes)
     assert f"{parameter} " in run(here, "show", "sharding", *model, "--param", parameter, "--mesh", "data=2")
-    assert "zero 3" in run(here, "show", "memory", *model, "--mesh", "data=2")
     assert "all_reduce" in run(here, "show", "communication", *model, "--mesh", "data=2", *sizes)
     assert "certificate" in run(here, "plan", *model, "--ranks", "2", "--axes", "data", "--seconds", "0.5", *sizes)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.models.user_code import digest_of, is_code, with_arguments
 from support.command_line import QUIET, metrics
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from spmd_engine.cli import main
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.planning import analyze
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.training import TrainConfig

@@ -120,7 +120,7 @@ def test_a_line_does_something_or_is_one_error(words, here, capsys):
     check(words, capsys)
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "show memory --mesh data=1"])
+@pytest.mark.parametrize("command", ["train", "plan", "inspect --mesh data=1"])
 def test_a_name_that_no_file_can_have_is_one_error(here, capsys, command):
     check([*command.split(), "--model", "x" * 4000], capsys)
     assert outcome([*command.split(), "--model", "x" * 4000], capsys)[0] == 2

@@ -17,7 +17,8 @@ from spmd_engine.adaptive import planner_process
 from spmd_engine.adaptive.adapter import Adapter
 from spmd_engine.cli.options import permitted
 from spmd_engine.configuration import settings_of
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.reshape import Shape
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs import joined_run
@@ -78,7 +79,6 @@ REFUSE = {
     "inspect": ["inspect", *JOB],
     "show sharding": ["show", "sharding", *JOB, "--param", "own/w0"],
     "show experts": ["show", "experts", *JOB],
-    "show memory": ["show", "memory", *JOB],
     "show communication": ["show", "communication", *JOB],
     "analyze": ["analyze", *JOB],
     "verify": ["verify", *JOB],

@@ -23,7 +23,7 @@ from spmd_engine.comm.transports.shared_memory import SharedMemory
 from spmd_engine.errors import UsageError
 from support.on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
 
-ROOM = 256  # bytes of inline data here: few, so that small arrays take the routes of large ones
+ROOM = 256  # bytes of inline data here: few, so that small arrays take the transports of large ones
 SPINS = 100  # tests of a condition before a rank yields: few, as there are more ranks than cores
 TIMES = 2  # calls of each kind: the signatures of the others are known only after the first
 TIMEOUT = 20.0  # seconds, instead of a hang

@@ -178,7 +178,7 @@ def test_collective(program, dtype, ranks, chosen):
     on_ranks(program, ranks, dtype, True, chosen)
 
 
-@everywhere(1, 3, soak=[8], mpi=(2, 4))
+@everywhere(1, 3, soak=[8], mpi=(2, 4), queues=3)
 @each_program
 def test_collective_without_checks(program, ranks):
     """Every third call, as they are made above."""

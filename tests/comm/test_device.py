@@ -228,7 +228,7 @@ def test_bytes_count_once_whichever_way_they_go(device):
 
 
 def test_threads_copy_with_the_device_s_own_module():
-    assert all(run_threads(lambda: world().device_aware, 2))
+    assert all(run_threads(lambda: world().is_device_aware, 2))
 
 
 @pytest.mark.mpi(ranks=2)

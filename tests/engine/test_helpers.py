@@ -9,8 +9,11 @@ from spmd_engine import run_threads
 from spmd_engine.comm.mesh import Mesh, mesh_without
 from spmd_engine.comm.world import world
 from spmd_engine.engine import SGD
-from spmd_engine.engine.helpers import AssignedLayers, Helpers, serve
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.helper_job import Helpers, serve
+from spmd_engine.engine.helpers import AssignedLayers
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import build_model

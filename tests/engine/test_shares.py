@@ -11,7 +11,8 @@ from spmd_engine.axes import all_positions
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import check_batch
-from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignment, composed_layout
+from spmd_engine.engine.build import composed_assignment, composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import build_model, gpt
 from spmd_engine.training import Trainer

@@ -10,9 +10,8 @@ import pytest
 import spmd_engine
 from spmd_engine import Mesh, Run, TrainConfig, run_threads
 from spmd_engine.adaptive.shape_changes import ShapeChanges
-from spmd_engine.jobs.run_job import TransportChoice
+from spmd_engine.jobs.run_job import CommonChoices
 from spmd_engine.planning.first_step_check import FirstStepCheck, first_step_check
-from spmd_engine.planning.machine.product_choice import ProductChoice
 from spmd_engine.training import Hook
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.observers import Observer, Observers
@@ -59,12 +58,11 @@ class Asking(Hook):
 #: Each hook of the package, and that of this file; add yours.
 HOOKS = {
     "Asking": lambda workload: Asking(True),
+    "CommonChoices": lambda workload: CommonChoices(),
     "FirstStepCheck": lambda workload: first_step_check(workload, enforced=True),
     "Observers": lambda workload: Observers([Observer()]),
-    "ProductChoice": lambda workload: ProductChoice(),
     "Rebalancer": lambda workload: Rebalancer(workload.job.composition),
     "ShapeChanges": lambda workload: ShapeChanges(workload),
-    "TransportChoice": lambda workload: TransportChoice(),
 }
 
 

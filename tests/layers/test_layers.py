@@ -3,15 +3,18 @@
 import pickle
 from dataclasses import replace
 from functools import cache
+from inspect import isclass
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import spmd_engine.layers
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.pending import wait_for
 from spmd_engine.errors import NotationError
-from spmd_engine.layers import Attention, AttentionConfig, Embedding, GradientSums, Rotary, RotaryOptions
+from spmd_engine.layers import Attention, AttentionConfig, Embedding, GradientSums, Layer, Rotary, RotaryOptions
 from spmd_engine.layers.declarations import Parameter
 from support.layer_harness import (
     LAYERS,
@@ -28,6 +31,16 @@ from support.layer_harness import (
 )
 from support.numerics import assert_gradient, frozen, normals
 from support.pairwise import in_turn
+
+
+def test_every_layer_has_tests():
+    """In the table of layers with inputs b s d or tokens, or by its name in the tests of images and dense layers."""
+    public = [getattr(spmd_engine.layers, name) for name in spmd_engine.layers.__all__]
+    layers = {kind for kind in public if isclass(kind) and issubclass(kind, Layer)} - {Layer}
+    layers -= {type(layer) for layer in LAYERS.values()}
+    others = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert [kind.__name__ for kind in layers if f"{kind.__name__}(" not in others] == []
+
 
 # --- one device: the backward is the derivative of the forward
 

@@ -17,13 +17,9 @@ from spmd_engine.checkpoints.hf.weights import adapter_options, merged
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.parallel_config import (
-    ModelConfig,
-    ParallelConfig,
-    build_engine,
-    composed_assignment,
-    composed_layout,
-)
+from spmd_engine.engine.build import build_engine, composed_assignment, composed_layout
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models import DecoderConfig, Mixture

@@ -10,7 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.load_config import load_config
 

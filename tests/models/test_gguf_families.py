@@ -8,7 +8,7 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import GGUF, read_gguf
 from spmd_engine.models.gguf import ARCHITECTURES, config_of_gguf

@@ -7,7 +7,8 @@ import pytest
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from support import tiny
 from support.script_module import script
 

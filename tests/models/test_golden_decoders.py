@@ -10,7 +10,9 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import load_pretrained
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.models.load_config import load_config
 from spmd_engine.models.weight_map import weight_map

@@ -8,8 +8,10 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.pretrained import with_shape
 from spmd_engine.cli import main
 from spmd_engine.engine import SGD
+from spmd_engine.engine.build import build_engine
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import build_model, deep_mlp, gpt
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.observability.memory import CLASSES, bytes_per_rank, draw_memory

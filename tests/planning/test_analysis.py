@@ -11,7 +11,8 @@ import pytest
 from spmd_engine import Mesh
 from spmd_engine.cli import main
 from spmd_engine.engine import AdamW
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
 from spmd_engine.models.mlp import deep_mlp

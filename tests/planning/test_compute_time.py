@@ -8,7 +8,8 @@ import pytest
 from spmd_engine import run_threads
 from spmd_engine.arrays.meta.meter import CONVOLUTION, CONVOLUTION_WEIGHTS
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import Computation, Phases, Product, Products
 from spmd_engine.planning.machine import measure

@@ -7,6 +7,7 @@ import pytest
 from spmd_engine import run_threads
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import PlanError
+from spmd_engine.jobs import resolve
 from spmd_engine.jobs.run_job import train
 from spmd_engine.planning.simulator.check_prediction import differences, routed_bytes
 from spmd_engine.training import TrainConfig
@@ -62,11 +63,9 @@ def test_a_step_without_an_analysis_is_trained(tmp_path, monkeypatch, caplog):
 
 
 def test_a_job_s_mesh_sums_in_rank_order_if_it_says_so(monkeypatch):
-    from spmd_engine.jobs import run_job
-
     asked = {}
-    monkeypatch.setattr(run_job, "mesh_without", lambda helpers, axes, **options: asked.update(axes, **options))
-    run_job._open_mesh(TrainConfig.of(model="mlp", deterministic=True, mesh={"data": 2}))
+    monkeypatch.setattr(resolve, "mesh_without", lambda helpers, axes, **options: asked.update(axes, **options))
+    resolve.resolve(TrainConfig.of(model="mlp", deterministic=True, mesh={"data": 2})).open_mesh()
     assert asked["deterministic"] is True and asked["data"] == 2
 
 

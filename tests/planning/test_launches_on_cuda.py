@@ -7,7 +7,8 @@ from spmd_engine import Mesh, batch_of
 from spmd_engine.arrays.meta.device import DeviceShapes
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.parallel_config import ModelConfig, build_engine
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.layers import RouterOptions
 from spmd_engine.models import DecoderConfig, GPTSize, Mixture, gpt
 from spmd_engine.models.convnet import ImageShape, resnet

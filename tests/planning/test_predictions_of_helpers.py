@@ -4,7 +4,8 @@ import pytest
 
 from spmd_engine.engine import SGD
 from spmd_engine.engine.helpers import helper_ranks
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
 from spmd_engine.planning.machine.files import default_machine

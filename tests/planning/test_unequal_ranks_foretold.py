@@ -7,7 +7,8 @@ import pytest
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
-from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
+from spmd_engine.engine.build import composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import gpt
 from spmd_engine.observability.memory import bytes_per_rank
 from spmd_engine.planning import analyze

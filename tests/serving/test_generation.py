@@ -11,7 +11,9 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.precision import dtype_of, emulated
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers.attention.kv_cache import Columns
 from spmd_engine.models import DecoderConfig

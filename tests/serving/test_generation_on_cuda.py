@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from spmd_engine import Mesh, run_threads
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "decoders"

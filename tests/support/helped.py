@@ -4,8 +4,9 @@ import numpy as np
 
 from spmd_engine import run_threads
 from spmd_engine.comm.mesh import mesh_without
-from spmd_engine.engine.helpers import Helpers, helper_ranks, serve
-from spmd_engine.engine.parallel_config import build_engine, build_helper
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.helper_job import Helpers, build_helper, serve
+from spmd_engine.engine.helpers import helper_ranks
 
 
 def calls_and_bytes(ledger):

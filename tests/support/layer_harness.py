@@ -16,6 +16,7 @@ from spmd_engine.layers import (
     MLP,
     Attention,
     AttentionConfig,
+    Branch,
     Embedding,
     ForwardContext,
     GatedMLP,
@@ -23,6 +24,7 @@ from spmd_engine.layers import (
     Head,
     Layer,
     LayerNorm,
+    Parallel,
     Positions,
     Residual,
     RMSNorm,
@@ -80,6 +82,8 @@ LAYERS = {
     "residual mlp": Residual(LayerNorm(WIDTH), MLP(WIDTH, 10), dropout=0.3),
     "residual gated mlp": Residual(RMSNorm(WIDTH), GatedMLP(WIDTH, 10)),
     "residual attention": Residual(LayerNorm(WIDTH), Attention(WIDTH, 3), dropout=0.3),
+    "branch": Branch(LayerNorm(WIDTH), MLP(WIDTH, 10), after=RMSNorm(WIDTH), scale=0.5),
+    "parallel": Parallel(("rows", MLP(WIDTH, 3)), ("gated", GatedMLP(WIDTH, 2)), norm=LayerNorm(WIDTH)),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 

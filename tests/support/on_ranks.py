@@ -7,19 +7,22 @@ import numpy as np
 import pytest
 
 from spmd_engine import run_threads
+from support.queue_ranks import Queues
 
 OPS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 NUMPY_DTYPES = ("bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex128")
 DTYPES = [np.dtype(each) for each in (*NUMPY_DTYPES, ml_dtypes.bfloat16)]
-INLINE = 4096  # bytes; larger arrays take another route
+INLINE = 4096  # bytes; larger arrays take another transport
 
 
-def everywhere(*virtual, soak=(), mpi=(3,)):
-    """Run a test with these numbers of virtual ``ranks``, and under MPI with ``ranks`` None.
+def everywhere(*virtual, soak=(), mpi=(3,), queues=0):
+    """Run a test with these numbers of virtual ``ranks``, and under MPI with ``ranks`` None; and on so many ranks that
+    have the least communicator, by ``queues``.
 
     MPI runs use 3 ranks; runs on 2 and 4 are in ``soak``, because cross-products cover all three numbers.
     """
-    return pytest.mark.parametrize("ranks", numbers_of_ranks(*virtual, soak=soak, mpi=mpi))
+    least = [pytest.param(Queues(queues), id=f"queues-{queues}")] if queues else []
+    return pytest.mark.parametrize("ranks", [*numbers_of_ranks(*virtual, soak=soak, mpi=mpi), *least])
 
 
 def numbers_of_ranks(*virtual, soak=(), mpi=(2, 3, 4)):
@@ -37,6 +40,8 @@ def numbers_of_ranks(*virtual, soak=(), mpi=(2, 3, 4)):
 
 def on_ranks(program, ranks, *args):
     """Run ``program(*args)`` on virtual ranks; if ``ranks`` is None, as one rank of the current MPI job."""
+    if isinstance(ranks, Queues):
+        return ranks.run(program, args)
     return run_threads(program, ranks, args=args) if ranks else [program(*args)]
 
 

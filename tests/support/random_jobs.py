@@ -14,7 +14,8 @@ from spmd_engine import Mesh, TrainConfig, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.axes import MeshPosition
 from spmd_engine.checkpoints import Checkpoint
-from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, composed_layout
+from spmd_engine.engine.build import composed_layout
+from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE
 from spmd_engine.engine.state.assignment import shares_text
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import RouterOptions

@@ -5,7 +5,7 @@ import numpy as np
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import make_batch
-from spmd_engine.engine.parallel_config import composed_layout
+from spmd_engine.engine.build import composed_layout
 from spmd_engine.training import Trainer
 from support import tiny
 

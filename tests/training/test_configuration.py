@@ -7,9 +7,9 @@ import option_tables
 import pytest
 
 from spmd_engine.configuration import settings_of
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.jobs.run_job import notices_of_rates
 from spmd_engine.models import Mixture
 from spmd_engine.models.names import build_model
 from spmd_engine.training.train_config import FIXED, StepConfig, TrainConfig
@@ -119,21 +119,6 @@ def test_a_resumed_run_keeps_the_curve_of_its_learning_rate():
     assert all([rate(step) for step in range(30)] == [rates[0](step) for step in range(30)] for rate in rates)
     assert rate_of(stretched.training) == rate_of(TrainConfig.of(steps=20, warmup=2).training)
     assert begun.resumed(steps=10) == begun.resumed() and again.training.decay_steps == 10
-
-
-def test_a_notice_gives_both_rates_where_the_curve_changes():
-    begun = TrainConfig.of(steps=10, warmup=2, learning_rate=1.0)
-    assert notices_of_rates(begun.training, begun.resumed(eval_every=3).training, 10) == []
-    assert notices_of_rates(begun.training, begun.resumed(warmup=3).training, 10) == []  # the rest is the same
-    (kept,) = notices_of_rates(begun.training, begun.resumed(steps=20).training, 10)
-    rate = "the learning rate of step 11 is"
-    assert kept == f"{rate} 0.1, as before, on its curve of 10 steps; with --decay-steps 20 it would be 0.628"
-    (warming,) = notices_of_rates(begun.training, begun.resumed(steps=20).training, 1)
-    assert warming == "the learning rate of step 2 is 1, as before, on its curve of 10 steps"  # so it is on both
-    (stretched,) = notices_of_rates(begun.training, begun.resumed(steps=20, decay_steps=20).training, 10)
-    assert stretched.startswith(f"{rate} 0.628; with the options of the checkpoint it would be 0.1; --decay-steps 10")
-    (warmer,) = notices_of_rates(begun.training, begun.resumed(warmup=8).training, 4)
-    assert warmer == "the learning rate of step 5 is 0.625; with the options of the checkpoint it would be 0.868"
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -2,65 +2,27 @@
 
 import json
 import os
-from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run_threads, train
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD
 from spmd_engine.engine.batch import make_batch
-from spmd_engine.engine.parallel_config import ModelConfig, build_engine
+from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import Document
 from spmd_engine.formats.token_file import is_token_file, open_token_file
-from spmd_engine.jobs.run_job import keep_tokenizer
 from spmd_engine.tokens import ByteTokenizer
-from spmd_engine.tokens.hugging_face import TOKENIZER
 from spmd_engine.training import Run, TrainConfig, Trainer
 from spmd_engine.training.data.prepare import _encoded, prepare
 from spmd_engine.training.data.token_data import PreparedData, check_file, whole_documents, windows
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.workload import make_trainer, open_workload
 from support import tiny
-
-SMALL_TEXT = {"model": "gpt-nano", "length": 16, "steps": 2, "batch_size": 3, "eval_samples": 2, "sample": 0}
-TEXTS = [f"document {number}: " + "abc " * (number * 7 % 30) for number in range(40)]
-PAIRS = [(f"what is {number}?", f" {number} is {number * number}" * (number % 4 + 1)) for number in range(40)]
-
-
-@pytest.fixture
-def texts(tmp_path):
-    for number, text in enumerate(TEXTS[:5]):
-        (tmp_path / "texts").mkdir(exist_ok=True)
-        (tmp_path / "texts" / f"{number}.txt").write_text(text)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[5:])
-    (tmp_path / "texts" / "more.jsonl").write_text(lines)
-    return str(tmp_path / "texts")
-
-
-@pytest.fixture
-def pairs(tmp_path):
-    lines = (json.dumps({"prompt": prompt, "completion": completion}) + "\n" for prompt, completion in PAIRS)
-    (tmp_path / "pairs.jsonl").write_text("".join(lines))
-    return str(tmp_path / "pairs.jsonl")
-
-
-class KeptTokenizer(ByteTokenizer):
-    """Bytes, by a tokenizer whose text is kept beside the tokens."""
-
-    files = {TOKENIZER: "{}"}
-    sha256 = sha256(b"{}").hexdigest()
-
-
-def prepared(path, output, ranks=1, tokenizer=None):
-    def program():
-        with Mesh(data=ranks) as mesh:
-            return prepare(mesh.group(), [path], tokenizer or ByteTokenizer(), output)
-
-    return run_threads(program, ranks)[0]
+from support.token_files import PAIRS, TEXTS, KeptTokenizer, prepared
 
 
 def documents_in(file):
@@ -183,28 +145,6 @@ def test_what_a_file_holds_is_compared_with_its_digest(pairs, tmp_path, where):
         run_threads(program, 3)
 
 
-def test_a_run_neither_begins_nor_goes_on_with_a_damaged_file(pairs, tmp_path):
-    path = tmp_path / "x.tokens"
-    begin = prepared(pairs, path).arrays["tokens"].offset
-    whole = path.read_bytes()
-    job = TrainConfig.of(**SMALL_TEXT, data=str(path))
-    train(job, tmp_path / "run", stop_at=1)
-    path.write_bytes(whole[:begin] + b"?" + whole[begin + 1 :])
-    for resume, name in (True, "run"), (False, "another"):
-        with pytest.raises(UsageError, match="x.tokens is damaged: its documents are not what was written"):
-            train(job, tmp_path / name, resume=resume)
-    assert not (tmp_path / "another").exists()
-
-
-def test_only_the_tokenizer_s_own_files_are_taken_from_a_file_of_tokens(tmp_path):
-    """Others' files name what they like."""
-    files = {"tokenizer_config.json": "{}", "../victim": "", "config.json": "", "/nowhere/at/all": ""}
-    (tmp_path / "run").mkdir()
-    keep_tokenizer(SimpleNamespace(tokenizer=files), tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokenizer_config.json"]
-    assert not (tmp_path / "victim").exists()
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -315,19 +255,6 @@ def test_training_is_the_same_on_every_mesh(texts, pairs, tmp_path, documents, m
     expected = losses({"data": 1}, options)
     for axes in meshes:
         np.testing.assert_allclose(losses(axes, options), expected, rtol=1e-10)
-
-
-@pytest.mark.parametrize("documents", [None, "restarted"], ids=["instructions", "restarted"])
-def test_a_helper_rank_is_sent_the_documents_as_predicted(texts, pairs, tmp_path, documents):
-    prepared(texts if documents else pairs, tmp_path / "x.tokens")
-    options = {"data": str(tmp_path / "x.tokens"), "documents": documents, "precision": "float64", "steps": 1}
-    alone = TrainConfig.of(**SMALL_TEXT | options)
-    helped = alone.with_options(mesh={"data": 1}, assign="block1:rank1")
-    for ranks, job in (1, alone), (2, helped):
-        run_threads(lambda job=job, run=tmp_path / f"run{ranks}": train(job, run), ranks)
-    lines = [json.loads((tmp_path / f"run{n}" / "metrics.jsonl").read_text().splitlines()[0]) for n in (1, 2)]
-    assert lines[1]["predicted"]["differences"] == 0
-    np.testing.assert_allclose(lines[1]["loss"], lines[0]["loss"], rtol=1e-10)
 
 
 def test_the_loss_is_the_mean_over_what_is_learnt(pairs, tmp_path):

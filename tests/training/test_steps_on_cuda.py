@@ -11,8 +11,10 @@ from spmd_engine import Mesh, batch_of, run_threads
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.engine import SGD, AdamW, making_on
+from spmd_engine.engine.build import build_engine
 from spmd_engine.engine.distributed import make_engine
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import STRATEGIES
 from spmd_engine.training import Trainer

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spmd_engine import ArrayData, Mesh, Run, TrainConfig, run_threads, train, world
+from spmd_engine import ArrayData, Mesh, Run, run_threads, world
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
 from spmd_engine.checkpoints.format.folder import RunLock, replace_file
 from spmd_engine.checkpoints.format.write import write_files
@@ -335,17 +335,6 @@ def test_what_fails_before_anything_is_written_is_a_save_that_failed(tmp_path, m
     assert told[0] == 2 and "No space left on device" in told[1] and told[2] == 6
 
 
-def test_a_run_whose_config_is_lost_has_it_in_its_checkpoint(tmp_path):
-    job = TrainConfig.of(model="mlp", steps=2, batch_size=4, eval_samples=2)
-    train(job, tmp_path / "run", stop_at=1)
-    whole = (tmp_path / "run" / "config.json").read_text()
-    (tmp_path / "run" / "config.json").unlink()
-    train(read_run(tmp_path / "run"), tmp_path / "run", resume=True)
-    assert (tmp_path / "run" / "config.json").read_text() == whole
-    with RunLock(tmp_path / "run"), pytest.raises(UsageError, match="is being written by another run"):
-        train(read_run(tmp_path / "run"), tmp_path / "run", resume=True)
-
-
 @pytest.mark.parametrize("size", [0, 70, 200, 1000])
 def test_a_full_disk_is_one_line_at_the_beginning_and_when_a_run_goes_on(tmp_path, size):
     """Not even the lock can be written; or config.json, or metrics.jsonl, or the first checkpoint."""
@@ -382,34 +371,6 @@ def test_a_run_that_another_host_took_over_writes_nothing_more(tmp_path):
         trained(tmp_path, {"data": 2}, 9, observers=[Another()], save_every=2)
     assert (tmp_path / "metrics.jsonl").read_text() == "theirs"
     assert [each.name for each in CheckpointFolder(tmp_path).complete()] == ["step-00000002"]
-
-
-def test_a_second_run_is_refused_before_it_writes_anything(tmp_path):
-    """Also where the first one has not saved yet, and the second begins anew, as another job."""
-    jobs = [
-        TrainConfig.of(model="mlp", steps=2, batch_size=4, eval_samples=2, learning_rate=rate) for rate in (0.1, 0.2)
-    ]
-    refused = []
-
-    class Second(Observer):
-        def stepped(self, report):
-            if report.step == 2:  # saved
-                return
-            before = files_in(tmp_path)
-            with pytest.raises(UsageError, match="is being written by another run"):
-                train(jobs[1], tmp_path)
-            refused.append(files_in(tmp_path) == before)
-
-    run_threads(lambda: train(jobs[0], tmp_path, observers=[Second()]), 1)
-    assert refused == [True] and read_run(tmp_path).training.learning_rate == 0.1
-    with pytest.raises(UsageError, match="no such checkpoint"):
-        train(jobs[0], tmp_path / "mistyped", resume=True)
-    assert not (tmp_path / "mistyped").exists()
-
-
-def files_in(folder):
-    """The bytes of each file, and when it was last written."""
-    return {each: (each.read_bytes(), each.stat().st_mtime_ns) for each in folder.rglob("*") if each.is_file()}
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["removed", "moved"])
@@ -512,35 +473,6 @@ def test_a_configuration_that_is_no_file_is_refused_before_anything_is_trained(t
 
 
 # --- jobs
-
-
-def test_a_configuration_that_is_damaged_says_where_the_same_is(tmp_path):
-    job = TrainConfig.of(model="mlp", steps=1, batch_size=4, eval_samples=2)
-    train(job, tmp_path)
-    (tmp_path / "config.json").write_text("")
-    with pytest.raises(UsageError, match=r"as JSON: .*\. Move it away, and the job is taken from .*step-0"):
-        read_run(tmp_path)
-    (tmp_path / "config.json").unlink()
-    assert read_run(tmp_path).model == job.model
-
-
-def test_a_job_trains_in_a_notebook_s_ranks_too(tmp_path):
-    job = TrainConfig.of(model="mlp", steps=2, batch_size=4, eval_samples=2, dtype="float64", zero=2)
-    runs = run_threads(lambda: train(job, tmp_path / "two", stop_at=1).loss, 2)
-    runs = run_threads(lambda: train(tmp_path / "two" / "config.json", tmp_path / "two", resume=True).loss, 2)
-    assert runs[0] == runs[1]
-    whole = train(job.as_json(), tmp_path / "one")
-    np.testing.assert_allclose(runs[0], whole.loss, rtol=1e-11)
-    assert TrainConfig.read(tmp_path / "one" / "config.json").changed(corpus=None) == job
-
-
-def test_a_job_made_for_other_data_is_refused(tmp_path):
-    (tmp_path / "text").write_text("something to read\n" * 200)
-    job = TrainConfig.of(model="mlp", steps=1, batch_size=2, eval_samples=1, data=str(tmp_path / "text"))
-    train(job, tmp_path / "run")
-    (tmp_path / "text").write_text("something else to read\n" * 200)
-    with pytest.raises(UsageError, match=r"text: other files than the job was made for \(SHA-256 differs\)"):
-        train(tmp_path / "run" / "config.json", tmp_path / "again")
 
 
 def test_memory_limits_are_by_rank_wherever_the_ranks_are_on_the_mesh(tmp_path, monkeypatch):

@@ -7,7 +7,8 @@ import pytest
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Layer
 from spmd_engine.verification.activations import compare_activations

@@ -9,7 +9,8 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
+from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.layers import low_rank
 from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models import DecoderConfig, Mixture

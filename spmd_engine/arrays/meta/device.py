@@ -53,8 +53,8 @@ class KnownArray(np.ndarray):
     def __getitem__(self, index):
         index = index if isinstance(index, tuple) else (index,)
         plain = tuple(map(_plain, index))
-        masks = sum(getattr(each, "dtype", None) == np.bool_ for each in plain)
-        if not any(isinstance(each, np.ndarray) and each.ndim for each in plain):
+        masks = sum(getattr(part, "dtype", None) == np.bool_ for part in plain)
+        if not any(isinstance(part, np.ndarray) and part.ndim for part in plain):
             return _plain(self)[(*plain, ...) if Ellipsis not in plain else plain].view(KnownArray)
         meter().wait(masks)
         return _launched(_plain(self)[plain], 1 + 3 * masks)

@@ -69,12 +69,7 @@ class OneDNN(ProductLibrary):
             if not plain or not a.ndim == b.ndim == out.ndim <= 12:
                 return False
             product = _keep(products, key, _Product(self, a, b, out))
-        if product.primitive is None:
-            return False
-        for memory, x in zip(product.memories, (a, b, out), strict=True):
-            self._move(memory, x.ctypes.data)
-        self._check(self._execute(product.primitive, stream, 3, product.arguments))
-        return True
+        return self._run(product, stream, a, b, out)
 
     def convolve(self, kind: str, x: np.ndarray, w: np.ndarray, y: np.ndarray, rows: Window, columns: Window) -> bool:
         """As ProductLibrary.convolve."""
@@ -85,16 +80,17 @@ class OneDNN(ProductLibrary):
             if _fails(kind, x.shape, rows, columns):
                 return False
             convolution = _keep(products, key, _Convolution(self, kind, x, w, y, rows, columns))
-        if convolution.primitive is None:
-            return False
         if self._local.scratch.nbytes < convolution.scratch_bytes:
             self._local.scratch = np.empty(convolution.scratch_bytes, np.uint8)
-        addresses = [array.ctypes.data for array in (x, w, y, self._local.scratch)]
-        for memory, address in zip(convolution.memories, addresses, strict=True):
-            self._move(memory, address)
-        for primitive, arguments in convolution.calls:
+        return self._run(convolution, stream, x, w, y, self._local.scratch)
+
+    def _run(self, kept: _Primitives, stream: c_void_p, *arrays: np.ndarray) -> bool:
+        """Execute primitives on these arrays; False if there are none."""
+        for memory, x in zip(kept.memories, arrays, strict=False):
+            self._move(memory, x.ctypes.data)
+        for primitive, arguments in kept.calls:
             self._check(self._execute(primitive, stream, len(arguments), arguments))
-        return True
+        return bool(kept.calls)
 
     def _of_thread(self) -> tuple[dict[Any, Any], c_void_p]:
         """The products and the stream of this thread."""
@@ -168,22 +164,31 @@ def _openmp() -> ctypes.CDLL:
             del os.environ["GOMP_SPINCOUNT"]
 
 
-class _Product:
-    """A primitive for operands of some shapes, strides and dtypes, with the memory objects of its arguments."""
+class _Primitives:
+    """Primitives with the memory objects of their arguments; none if oneDNN does not compute this."""
 
-    def __init__(self, library: OneDNN, *arrays: np.ndarray) -> None:
-        self._library = library
-        descriptors = [library.described(x) for x in arrays]
-        self.primitive = library.new_primitive(*descriptors)
-        self.memories = [library.new_memory(descriptor) for descriptor in descriptors]
-        self.arguments = (_Argument * 3)(*zip((_SOURCE, _WEIGHTS, _RESULT), self.memories, strict=True))
-        for descriptor in descriptors:
-            library.destroy("memory_desc", descriptor)
+    def __init__(self, library: OneDNN) -> None:
+        self._library, self.memories, self.calls = library, list[int | None](), list[tuple[int | None, Any]]()
 
     def __del__(self) -> None:
         for memory in self.memories:
             self._library.destroy("memory", memory)
-        self._library.destroy("primitive", self.primitive)
+        for primitive, _ in self.calls:
+            self._library.destroy("primitive", primitive)
+
+
+class _Product(_Primitives):
+    """A product of operands of some shapes, strides and dtypes."""
+
+    def __init__(self, library: OneDNN, *arrays: np.ndarray) -> None:
+        super().__init__(library)
+        descriptors = [library.described(x) for x in arrays]
+        if (primitive := library.new_primitive(*descriptors)) is not None:
+            self.memories = [library.new_memory(descriptor) for descriptor in descriptors]
+            arguments = (_Argument * 3)(*zip((_SOURCE, _WEIGHTS, _RESULT), self.memories, strict=True))
+            self.calls = [(primitive, arguments)]
+        for descriptor in descriptors:
+            library.destroy("memory_desc", descriptor)
 
 
 _FORWARD, _DIRECT, _ANY = 64, 1, 1  # a kind of propagation, an algorithm, and a format that oneDNN chooses
@@ -195,11 +200,12 @@ _CONVOLUTIONS = {
 }
 
 
-class _Convolution:
+class _Convolution(_Primitives):
     """The primitive of a convolution, and that which copies weights into its order, or their gradient out of it."""
 
     def __init__(self, library: OneDNN, kind: str, x: Any, w: Any, y: Any, rows: Window, columns: Window) -> None:
-        self._library, (function, places, query) = library, _CONVOLUTIONS[kind]
+        super().__init__(library)
+        function, places, query = _CONVOLUTIONS[kind]
         images = [array.transpose(0, 3, 1, 2) for array in (x, y)]
         (source, result), weights = map(library.described, images), library.described(w.transpose(3, 2, 0, 1))
         shape = (c_int64 * 4)(*w.transpose(3, 2, 0, 1).shape)
@@ -221,7 +227,7 @@ class _Convolution:
                 c_void_p(result), *numbers, c_void_p(hint), attributes,
             )  # fmt: skip
             library.destroy("primitive_desc", hint)
-        self.primitive, self.memories, self.calls, self.scratch_bytes = None, [], [], 0
+        self.scratch_bytes = 0
         if described is None:
             return
         find, size = library.function("dnnl_primitive_desc_query_md"), library.function("dnnl_memory_desc_get_size")
@@ -235,21 +241,15 @@ class _Convolution:
         )  # fmt: skip
         memories = [library.new_memory(each) for each in (source, weights, result, packed)]
         copy = library.created(reorder)
-        self.primitive, self.memories = library.created(described), memories
+        primitive, self.memories = library.created(described), memories
         of_x, of_w, of_y, of_scratch = memories
         call = (_Argument * 3)(*zip(places, (of_x, of_scratch, of_y), strict=True))
         copied = (of_scratch, of_w) if kind == "w" else (of_w, of_scratch)
-        self.calls = [(copy, (_Argument * 2)(*zip((_SOURCE, _RESULT), copied, strict=True))), (self.primitive, call)]
+        self.calls = [(copy, (_Argument * 2)(*zip((_SOURCE, _RESULT), copied, strict=True))), (primitive, call)]
         if kind == "w":
             self.calls.reverse()
         for each in (source, weights, result, chosen, forward_chosen):
             library.destroy("memory_desc", each)
-
-    def __del__(self) -> None:
-        for memory in self.memories:
-            self._library.destroy("memory", memory)
-        for primitive, _ in self.calls:
-            self._library.destroy("primitive", primitive)
 
 
 #: Strides, dilations counted from 0, and zeros before and after, of a window.

@@ -16,11 +16,11 @@ from spmd_engine.sharding.rectangles import Rectangle
 _NAMES = {numpy: name for name, numpy in reversed(DTYPES.items())}  # U8, and not F8_E8M0, is that of uint8
 
 
-def dtype_name(dtype: np.dtype, of: str) -> str:
-    """The name of a dtype in files, for any byte order. Raises CheckpointError if the format has no name for it."""
+def dtype_name(dtype: np.dtype, what: str) -> str:
+    """The name of the dtype of ``what`` in files, for any byte order. Raises CheckpointError if it has none."""
     dtype = np.dtype(dtype)
     if dtype.fields is not None or dtype.name not in _NAMES:
-        raise CheckpointError(f"{of} is of dtype {dtype}, which safetensors files do not know")
+        raise CheckpointError(f"{what} is of dtype {dtype}, which safetensors files do not know")
     return _NAMES[dtype.name]
 
 

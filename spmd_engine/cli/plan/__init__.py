@@ -10,15 +10,15 @@ from typing import Any
 
 import click
 
-from spmd_engine.arrays.precision import FLOATS, dtype_of
+from spmd_engine.arrays.precision import FLOATS
 from spmd_engine.axes import count_ranks
 from spmd_engine.cli.options import LongCommand, Quantity, options_of, values_given
 from spmd_engine.cli.plan.compare import compare_run
 from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan, print_precisions
-from spmd_engine.cli.train import LORA, unplanned
 from spmd_engine.engine.state.assignment import parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
+from spmd_engine.jobs.resolve import LORA, request_for, unplanned
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import IMAGES
 from spmd_engine.planning.machine.files import default_machine
@@ -189,20 +189,18 @@ def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
     axes = values.get("mesh")
     ranks = _ranks(options, axes, machine)
     job = TrainConfig().with_options(**{name: value for name, value in values.items() if name not in ("model", *LORA)})
-    name, base = values.get("model", job.model.name), unplanned(job.composition)
-    return Request(
-        planned_model(name, _lora(values), base),
+    name = values.get("model", job.model.name)
+    return request_for(
+        job,
+        planned_model(name, _lora(values), unplanned(job.composition)),
         machine,
         [n for n in range(1, ranks + 1) if ranks % n == 0] if options["fewer"] else [ranks],
-        _batch_sizes(options["batch_size"], name),
-        options["goal"],
-        Limits(options["memory"], options["latency"], options["bandwidth"], options["compute"]),
-        _fixed(values),
+        batch_sizes=_batch_sizes(options["batch_size"], name),
+        goal=options["goal"],
+        limits=Limits(options["memory"], options["latency"], options["bandwidth"], options["compute"]),
+        fixed=_fixed(values),
         axes=_axes(options["axes"]),
         sequence=job.data.length,
-        dtype=dtype_of(job.model.dtype),
-        optimizer=job.training.optimizer,
-        base=base,
         seconds=options["seconds"],
         placement=options["placement"],
         fallback=[name.strip() for name in options["fallback"].split(",")] if options["fallback"] != "none" else [],

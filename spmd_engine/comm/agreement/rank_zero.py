@@ -89,6 +89,11 @@ def text_from_rank_zero(group: Group, make: Callable[[], str], error: type[Usage
     return answer[1:].decode(errors="surrogateescape")
 
 
+def json_from_rank_zero(group: Group, make: Callable[[], Any], error: type[UsageError] = UsageError) -> Any:
+    """The JSON-serializable result of ``make()`` on rank 0, on every rank: see ``text_from_rank_zero``."""
+    return json.loads(text_from_rank_zero(group, lambda: json.dumps(make()), error))
+
+
 def gather_json(group: Group, mine: Any, label: str) -> list[Any]:
     """The JSON-serializable objects of all ranks, in rank order; equal ones are the same object. One all_gather."""
     row = np.frombuffer(json.dumps(mine).encode() + b"\0", np.uint8)
@@ -111,7 +116,7 @@ def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, dtype: Any 
     """
     zero = group.lowest
     mine = parts if group.rank == zero and parts is not None else ()
-    shape, name = json.loads(text_from_rank_zero(group, lambda: json.dumps(_joined(mine, dtype))))
+    shape, name = json_from_rank_zero(group, lambda: _joined(mine, dtype))
     dtype, size = np.dtype(name), ALIGNMENT + prod(shape) * np.dtype(name).itemsize
     hosts, host = group.comm.hosts, group.comm.node
     # the rank of each node that makes its memory: rank 0, or the first

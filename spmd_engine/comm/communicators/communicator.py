@@ -24,8 +24,8 @@ class Ranks(ABC):
 
     @abstractmethod
     def start_send(self, data: Array, to: int, tag: int) -> list:
-        """Start to send contiguous ``data``, which must not change until done; returns requests. Tags are at least 0
-        and below 32,767."""
+        """Start to send contiguous ``data``, which is not empty, and must not change until done; returns requests.
+        Tags are from 0 to 32,766."""
 
     @abstractmethod
     def start_receive(self, data: Array, source: int, tag: int) -> list:

@@ -1,1 +1,1 @@
-"""Transports: one file for each route, with all operations that can take it."""
+"""Transports: one file for each, with all operations that it moves."""

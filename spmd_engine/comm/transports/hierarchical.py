@@ -15,8 +15,6 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.comm.agreement.signature import Signature
 from spmd_engine.comm.blocks import spans
-from spmd_engine.comm.communicators.communicator import Ranks
-from spmd_engine.comm.connections import Lanes, Tuning
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.shared_memory.slot_table import UNREADABLE
 from spmd_engine.comm.transports.transport import AgreedCall, Facts, Parts, Transport
@@ -33,30 +31,25 @@ class Hierarchical(Transport):
     name = "hierarchical: within nodes, then between them"
     keeps_call_order = True  # if its lane's does
 
-    def __init__(self, ranks: Ranks, tuning: Tuning, lanes: Lanes, local: Transport, lane: Transport) -> None:
-        super().__init__(ranks, tuning)
-        self._lanes, self._local, self._lane = lanes, local, lane
-
-    @classmethod
-    def suits(cls, call: Signature, facts: Facts) -> bool:
+    @staticmethod
+    def suits(call: Signature, facts: Facts) -> bool:
         gathers_known_rows = call.operation == "all_gather" and call.axis == 0 and facts.lengths_known
         splits_by_nodes = call.operation in ("all_reduce", "reduce_scatter") or gathers_known_rows
         return facts.even_nodes and splits_by_nodes and facts.size >= facts.tuning.hierarchical
 
-    @classmethod
-    def of(cls, call: AgreedCall) -> Hierarchical:
+    def __init__(self, call: AgreedCall) -> None:
         """Both levels have transports of their own, chosen like that of a call."""
-        connections, facts = call.connections, call.facts
-        lanes, table, library = connections.lanes, connections.node_table, connections.lane_library
+        super().__init__(call)
+        facts, lanes, table = call.facts, call.connections.lanes, call.connections.node_table
         assert lanes is not None and table is not None
         gathers = call.signature.operation == "all_gather"  # then results are offered, not arrays
         readable = UNREADABLE not in table.result_arenas(call.number) if gathers else facts.readable
         within = facts._replace(one_node=True, even_nodes=False, library=False, readable=readable)
-        size, has_library = facts.size // lanes.local.size, library is not None
-        between = facts._replace(even_nodes=False, library=has_library, size=size, ranks=lanes.lane.size)
-        local = call._replace(facts=within, ranks=lanes.local, library=None).transport()
-        lane = call._replace(facts=between, ranks=lanes.lane, library=library).transport()
-        return cls(call.ranks, facts.tuning, lanes, local, lane)
+        size, library = facts.size // lanes.local.size, call.connections.lane_library
+        between = facts._replace(even_nodes=False, library=library is not None, size=size, ranks=lanes.lane.size)
+        self._lanes = lanes
+        self._local = call._replace(facts=within, ranks=lanes.local, library=None).transport()
+        self._lane = call._replace(facts=between, ranks=lanes.lane, library=library).transport()
 
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
         """See ``Transport``: first the lane's parts, then the other lanes' parts from the node's ranks."""

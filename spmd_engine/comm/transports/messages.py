@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.agreement.signature import Signature
-from spmd_engine.comm.communicators.communicator import Ranks
-from spmd_engine.comm.connections import Tuning
 from spmd_engine.comm.exchange import DATA, exchange, tag
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.transports.transport import AgreedCall, Facts, Parts, Transport
@@ -16,17 +14,13 @@ class Messages(Transport):
 
     name = "messages"
 
-    def __init__(self, ranks: Ranks, tuning: Tuning, number: int) -> None:
-        super().__init__(ranks, tuning)
-        self._ranks, self._tag = ranks, tag(number, DATA)
-
-    @classmethod
-    def suits(cls, call: Signature, facts: Facts) -> bool:
+    @staticmethod
+    def suits(call: Signature, facts: Facts) -> bool:
         return True
 
-    @classmethod
-    def of(cls, call: AgreedCall) -> Messages:
-        return cls(call.ranks, call.facts.tuning, call.number)
+    def __init__(self, call: AgreedCall) -> None:
+        super().__init__(call)
+        self._ranks, self._tag = call.ranks, tag(call.number, DATA)
 
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
         block = x[parts[self.rank]]

@@ -7,7 +7,6 @@ have agreed on the call, as MPI libraries survive neither unequal sizes nor rank
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,12 +14,11 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.comm.agreement.signature import Signature
-from spmd_engine.comm.connections import Tuning
-from spmd_engine.comm.pending import CallOrder, Condition, Steps
+from spmd_engine.comm.pending import Condition, Steps
 from spmd_engine.comm.transports.transport import AgreedCall, Facts, Parts, Transport
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Comm, Request
+    from mpi4py.MPI import Request
 
 _KINDS = "iufc"  # of dtypes that the library sums
 
@@ -31,24 +29,20 @@ class NonblockingCollectives(Transport):
     name = "the MPI library's nonblocking collective"
     keeps_call_order = True
 
-    def __init__(self, comm: Comm, tuning: Tuning, call_order: CallOrder, number: int) -> None:
-        from mpi4py import MPI  # the library has been loaded, if there is a communicator
-
-        super().__init__(comm, tuning)
-        self._comm, self._call_order, self._number, self._mpi = comm, call_order, number, MPI
-
-    @classmethod
-    def suits(cls, call: Signature, facts: Facts) -> bool:
+    @staticmethod
+    def suits(call: Signature, facts: Facts) -> bool:
         tuning, size = facts.tuning, facts.size
         largest = size * facts.ranks if call.operation == "all_to_all" else size  # one rank may receive the data of all
         small = 0 < size < tuning.by_library * facts.ranks and largest <= tuning.largest_count
         return facts.library and not facts.one_node and facts.host and small
 
-    @classmethod
-    def of(cls, call: AgreedCall) -> NonblockingCollectives:
-        tuning = call.facts.tuning
-        tuning = replace(tuning, in_rank_order=call.ranks.size) if call.in_rank_order else tuning
-        return cls(call.library, tuning, call.connections.call_order, call.number)
+    def __init__(self, call: AgreedCall) -> None:
+        from mpi4py import MPI  # ranks that have a library have loaded it
+
+        super().__init__(call)
+        self._mpi, self._comm = MPI, call.library
+        self._call_order, self._number = call.connections.call_order, call.number
+        self._most_in_rank_order = self.size if call.in_rank_order else self.tuning.in_rank_order
 
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
         yield from self._call_order.wait(self._number)
@@ -72,7 +66,7 @@ class NonblockingCollectives(Transport):
         """See ``Transport``. Sums of many ranks are in the library's order, those of 16-bit floats in float32."""
         wide = accumulated_in(x.dtype)
         native = x.dtype.isnative and (x.dtype.kind in _KINDS or wide != x.dtype)
-        if self.size <= self.tuning.in_rank_order or reduction not in ("sum", "mean") or not native:
+        if self.size <= self._most_in_rank_order or reduction not in ("sum", "mean") or not native:
             yield from super().reduce_scatter(x, parts, out, reduction, last=last)
             return
         # Variables keep both arrays until the request is done: mpi4py does not.

@@ -13,8 +13,7 @@ from typing import Any
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.agreement.signature import Signature
-from spmd_engine.comm.connections import Tuning
-from spmd_engine.comm.nccl_ranks import NcclRanks, QueuedCall
+from spmd_engine.comm.nccl_ranks import QueuedCall
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.transports.transport import AgreedCall, Facts, Parts, Transport
 
@@ -26,26 +25,19 @@ _FLOATS = {"c": 2}  # in an element, by the kind of its dtype
 
 
 class NcclTransport(Transport):
-    """See ``Transport``. ``queue`` runs its methods; they never wait.
-
-    ``in_rank_order``: whether all reductions are in rank order.
-    """
+    """See ``Transport``. ``queue`` runs its methods; they never wait."""
 
     name = "NCCL"
     keeps_call_order = True
 
-    def __init__(self, ranks: NcclRanks, tuning: Tuning, in_rank_order: bool) -> None:
-        super().__init__(ranks.comm, tuning)
-        self._ranks, self._in_rank_order = ranks, in_rank_order
-
-    @classmethod
-    def suits(cls, call: Signature, facts: Facts) -> bool:
+    @staticmethod
+    def suits(call: Signature, facts: Facts) -> bool:
         return facts.nccl
 
-    @classmethod
-    def of(cls, call: AgreedCall) -> NcclTransport:
+    def __init__(self, call: AgreedCall) -> None:
+        super().__init__(call)
         assert call.connections.nccl is not None
-        return cls(call.connections.nccl, call.facts.tuning, call.in_rank_order)
+        self._ranks, self._in_rank_order = call.connections.nccl, call.in_rank_order
 
     def queue(self, work: QueuedCall, move: Callable[[], Steps], ready: Any = None) -> Steps:
         """See ``NcclRanks``."""

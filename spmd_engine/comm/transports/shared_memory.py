@@ -17,7 +17,7 @@ from spmd_engine.comm.blocks import Reducer, reducer, span
 from spmd_engine.comm.connections import Tuning
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.shared_memory.cross_memory import Block, fill, flat, to_array
-from spmd_engine.comm.shared_memory.slot_table import REDUCED, RELEASED, Entries, SlotTable
+from spmd_engine.comm.shared_memory.slot_table import REDUCED, RELEASED, SlotTable
 from spmd_engine.comm.transports.transport import AgreedCall, Facts, Parts, Transport
 
 CACHE = 1 << 19  # bytes of all ranks' blocks together that one step reduces: they fit into the second-level cache
@@ -25,25 +25,22 @@ LINE = 64  # bytes of a cache line: two ranks should not write to the same one
 
 
 class SharedMemory(Transport):
-    """See ``Transport``, for the ranks of a node that have exchanged ``entries`` in call ``number``.
+    """See ``Transport``, for the ranks of a node that have exchanged entries in their slot table.
 
     ``blocks``: arrays of all ranks, None where this rank cannot read them.
     """
 
     name = "shared memory"
 
-    def __init__(self, table: SlotTable, tuning: Tuning, number: int, entries: Entries) -> None:
-        super().__init__(table, tuning)
-        self.table, self.number, self.blocks, self._exposed = table, number, entries.blocks, entries.exposed
-
-    @classmethod
-    def suits(cls, call: Signature, facts: Facts) -> bool:
+    @staticmethod
+    def suits(call: Signature, facts: Facts) -> bool:
         return facts.one_node and facts.readable
 
-    @classmethod
-    def of(cls, call: AgreedCall) -> SharedMemory:
+    def __init__(self, call: AgreedCall) -> None:
+        super().__init__(call)
         assert call.connections.node_table is not None and call.entries is not None
-        return cls(call.connections.node_table, call.facts.tuning, call.number, call.entries)
+        self.table, self.number = call.connections.node_table, call.number
+        self.blocks, self._exposed = call.entries.blocks, call.entries.exposed
 
     def all_gather(self, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
         """See ``Transport``. ``x`` is the readable result buffer of every rank."""

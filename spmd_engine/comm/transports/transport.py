@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.agreement.signature import Signature
@@ -59,7 +59,7 @@ class AgreedCall(NamedTuple):
         """The transport of this kind."""
         if not (kind.keeps_call_order or self.facts.one_node):
             self.connections.call_order.finish(self.number)
-        return kind.of(self)
+        return kind(self)
 
 
 class Transport(ABC):
@@ -74,23 +74,17 @@ class Transport(ABC):
     keeps_call_order = False  #: whether it starts its transfers in the order of calls: see ``CallOrder``
     blocks: Sequence[Any] = ()  #: arrays of all ranks, if this rank can read them in place
 
-    def __init__(self, ranks: Any, tuning: Tuning) -> None:
-        self.rank: int = ranks.rank
-        self.size: int = ranks.size
-        self.tuning = tuning
+    def __init__(self, call: AgreedCall) -> None:
+        """Only after ``suits``, for one call."""
+        self.rank, self.size, self.tuning = call.ranks.rank, call.ranks.size, call.facts.tuning
 
-    @classmethod
+    @staticmethod
     @abstractmethod
-    def suits(cls, call: Signature, facts: Facts) -> bool:
+    def suits(call: Signature, facts: Facts) -> bool:
         """Whether it can move the data of such a call, and is the best of those after it in ``dispatch.TRANSPORTS``.
 
         A pure function of its arguments, which are equal on all ranks.
         """
-
-    @classmethod
-    @abstractmethod
-    def of(cls, call: AgreedCall) -> Self:
-        """The transport of one call."""
 
     @abstractmethod
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:

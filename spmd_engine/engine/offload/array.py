@@ -80,10 +80,6 @@ class OffloadedArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self._part(self._rows()).astype(dtype or self.dtype, copy=False)
 
-    def copy(self) -> np.ndarray:
-        """A copy in memory."""
-        return np.asarray(self)
-
     def __setitem__(self, index: Any, value: Any) -> None:
         view = self[index]
         if not view.size:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from spmd_engine.arrays.backend import Backend
 from spmd_engine.arrays.meta.array import has_shapes_only
+from spmd_engine.axes import PIPE, count_ranks
 from spmd_engine.engine.offload.file import FileTarget
 from spmd_engine.engine.offload.host import HostTarget
 from spmd_engine.engine.offload.shapes import ShapesTarget
 from spmd_engine.engine.offload.target import OffloadTarget
 from spmd_engine.errors import UsageError
+from spmd_engine.requirements import Case, effect_if, requirement
 
 KINDS = ("optimizer", "parameters", "activations")
 #: By the name of ``--offload-to``: what makes the target of a rank, of a folder and the backend of its arrays.
@@ -54,3 +56,21 @@ class Offload:
             if kind not in KINDS:
                 raise UsageError(f"--offload {text}: there is no {kind!r} to offload; choose among {', '.join(KINDS)}")
         return cls(kinds, folder or ".", to or "disk")
+
+
+@requirement("offload", "zero", nearest="Choose --zero 3 or 0")
+def _parameters_to_offload(case: Case) -> str | None:
+    """parameters of ZeRO 3, or those that every rank updates whole"""
+    storage, has_replicas = case.options.storage, count_ranks(case.axes) > case.axes.get(PIPE, 1)
+    if "parameters" in storage.offload.kinds and storage.stage(case.axes) in (1, 2) and has_replicas:
+        return f"with --zero {case.options.zero} every rank holds them whole"
+    return None
+
+
+REQUIREMENTS = (
+    _parameters_to_offload,
+    *(
+        effect_if(option, lambda case: case.options.storage.offload.kinds, "--offload", "without --offload")
+        for option in ("offload_to", "offload_dir")
+    ),
+)

@@ -44,7 +44,7 @@ def streamed(sets: Sequence[Sequence[Array]]) -> Iterator[tuple[int, slice, list
     for array in storing:
         array.stored()
     for array in offloaded.values():
-        array.target.free_buffers()
+        array.target.buffers.clear()
 
 
 def _slices(array: OffloadedArray) -> list[slice]:
@@ -84,7 +84,7 @@ class _Piece:
     def stored(self) -> None:
         """Wait until the elements are written."""
         self._moving.result()
-        self._target.keep_buffer(self._buffer)
+        self._target.buffers.append(self._buffer)
 
 
 def _shapes(number: int, arrays: Sequence[Array], one: OffloadedArray) -> Iterator[tuple[int, slice, list[Array]]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from mmap import mmap
 from threading import RLock
 from typing import Any, TypeVar, cast
@@ -58,7 +60,8 @@ class OffloadTarget(ABC):
 
     def __init__(self) -> None:
         self._end, self._free, self._lock = 0, dict[int, list[int]](), RLock()
-        self._buffers: list[np.ndarray] = []
+        #: of a piece each, for reads and writes, while nothing uses them
+        self.buffers = deque[np.ndarray]()
         self._threads = ThreadPoolExecutor(THREADS, "offload")
 
     # --- space
@@ -74,7 +77,8 @@ class OffloadTarget(ABC):
                 return self._free[size].pop()
             offset, self._end = self._end, self._end + size
         if size:
-            self._attempt(f"cannot hold {readable_bytes(self._end)} of offloaded arrays", self.grow, offset, size)
+            with self._named_errors(f"cannot hold {readable_bytes(self._end)} of offloaded arrays"):
+                self.grow(offset, size)
         return offset
 
     def give_back(self, offset: int, size: int) -> None:
@@ -128,42 +132,29 @@ class OffloadTarget(ABC):
                 self._move(first, part, writes=True)
             else:
                 place[...] = within
-        self.keep_buffer(buffer)
+        self.buffers.append(buffer)
 
     def take_buffer(self) -> np.ndarray:
-        """A buffer of a piece, which begins at a page; ``keep_buffer`` lets it be taken again."""
-        with self._lock:
-            if self._buffers:
-                return self._buffers.pop()
+        """One of the ``buffers``, to which it returns after use, or a new one, which begins at a page."""
+        with suppress(IndexError):
+            return self.buffers.pop()
         return np.frombuffer(cast(Any, mmap(-1, self.piece)), np.uint8)
-
-    def keep_buffer(self, buffer: np.ndarray) -> None:
-        with self._lock:
-            self._buffers.append(buffer)
-
-    def free_buffers(self) -> None:
-        """Free the memory of all buffers that are not taken."""
-        with self._lock:
-            self._buffers.clear()
 
     def _move(self, offset: int, buffer: np.ndarray, writes: bool) -> None:
         """Read or write whole pages."""
-        operation, view = self.write if writes else self.read, memoryview(cast(Any, buffer))
-
-        def move() -> None:
-            done = 0
+        move, view, done = self.write if writes else self.read, memoryview(cast(Any, buffer)), 0
+        with self._named_errors(f"cannot be {'written' if writes else 'read'}"):
             while done < len(view):
-                moved = operation(offset + done, view[done:])
+                moved = move(offset + done, view[done:])
                 if moved <= 0:
                     raise OSError(errno.EIO, f"the file ends before byte {offset + len(view)}")
                 done += moved
 
-        self._attempt(f"cannot be {'written' if writes else 'read'}", move)
-
-    def _attempt(self, why: str, call: Callable[..., None], *arguments: Any) -> None:
-        """Call a function; raise OffloadError if it fails."""
+    @contextmanager
+    def _named_errors(self, why: str) -> Iterator[None]:
+        """In this context errors of the methods that a target defines become an OffloadError."""
         try:
-            call(*arguments)
+            yield
         except (OSError, MemoryError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise OffloadError(

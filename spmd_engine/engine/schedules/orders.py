@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from spmd_engine.axes import PIPE
 from spmd_engine.engine.schedules.schedule import (
     Backward,
     BackwardInput,
@@ -15,6 +16,7 @@ from spmd_engine.engine.schedules.schedule import (
     staggered,
 )
 from spmd_engine.errors import UsageError, one_of
+from spmd_engine.requirements import Case, effect_along, requirement
 
 
 class Naive(Schedule):
@@ -213,3 +215,15 @@ def chosen(schedule: Schedule | str | None, stages: int) -> Schedule:
         return schedule
     by_name = named("1f1b" if schedule is None else schedule)
     return by_name if stages > 1 else named("sequential")
+
+
+@requirement("chunks", "schedule", nearest="Add --schedule interleaved", left_out=("chunks",))
+def _interleaved_chunks(case: Case) -> bool:
+    """several chunks a stage are interleaved"""
+    return (case.options.chunks or 1) > 1 and case.options.schedule != "interleaved"
+
+
+REQUIREMENTS = (
+    _interleaved_chunks,
+    *(effect_along(option, PIPE, least=2, listed="pipe of 2 or more") for option in ("schedule", "chunks")),
+)

@@ -6,22 +6,27 @@ It is a pure function of the model, a position on a mesh (which need not exist) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING
 
-from spmd_engine.axes import PIPE, MeshPosition, uneven_axes
+from spmd_engine.axes import PIPE, MeshPosition, count_ranks, uneven_axes
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine.offload.config import Offload
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.models.model import Model
+from spmd_engine.requirements import Case, Requirement, effect_along, effect_if, requirement
 from spmd_engine.sharding.groups import CAP, THRESHOLD, Home, Member, ParameterGroup, Sum, make_groups
 from spmd_engine.sharding.layout import TENSOR, Layout
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.shards import Shards
+
+if TYPE_CHECKING:
+    from spmd_engine.engine.parallel_config import ParallelConfig
 
 Index = tuple[slice, ...]  #: a rectangle of a whole array
 #: How layers become chunks: evenly by number or by cost, or the first layer of each chunk.
@@ -106,6 +111,63 @@ def overlaps(chunks: Sequence[range], overlap: Overlap) -> tuple[tuple[int, int]
     return overlap
 
 
+@requirement("stages", nearest="Omit it", left_out=("stages",))
+def _pipeline_of_stages(case: Case) -> str | None:
+    """a pipeline, if layers are numbered"""
+    division, chunks = case.options.division, case.options.chunks or 1
+    has_none = case.axes.get(PIPE, 1) == 1 and not isinstance(division, str) and len(division) != chunks
+    return "the mesh has no pipeline" if has_none else None
+
+
+@requirement("mesh", "schedule", "chunks", nearest="Take fewer", of_model=True, left_out=("schedule", "chunks"))
+def _layers_of_chunks(case: Case) -> None:
+    """a layer for each chunk of a stage, or more"""
+    per_stage = case.options.schedule_on(case.axes).chunks
+    divide(case.model, case.axes.get(PIPE, 1) * per_stage, per_stage=per_stage)
+
+
+@requirement("stages", nearest="Give other numbers", of_model=True, left_out=("stages",))
+def _first_layers_of_chunks(case: Case) -> None:
+    """the first layer of each chunk"""
+    case.options.chunks_on(case.axes, case.model)
+
+
+@requirement("overlap_layers", "mesh", nearest="Add --overlap-layers 0", left_out=("overlap_layers",))
+def _overlap_of_equal_stages(case: Case) -> bool:
+    """it needs stages of equal sizes"""
+    return bool(uneven_axes(case.axes) and case.options.storage.overlap)
+
+
+@requirement(
+    "overlap_layers",
+    "schedule",
+    nearest="Add --overlap-layers 0, or choose --schedule 1f1b",
+    of_model=True,
+    left_out=("schedule", "chunks", "overlap_layers"),
+)
+def _overlap_of_single_chunks(case: Case) -> bool:
+    """stages of several chunks cannot overlap"""
+    return bool(case.options.schedule_on(case.axes).chunks > 1 and case.options.storage.overlap)
+
+
+@requirement("overlap_layers", nearest="Give other layers", of_model=True, left_out=("stages", "overlap_layers"))
+def _overlap_of_neighbours(case: Case) -> None:
+    """layers around the boundaries between stages"""
+    if case.axes.get(PIPE, 1) > 1:
+        overlaps(case.options.chunks_on(case.axes, case.model), case.options.storage.overlap)
+
+
+_OF_STAGES = (
+    _pipeline_of_stages,
+    _layers_of_chunks,
+    _first_layers_of_chunks,
+    _overlap_of_equal_stages,
+    _overlap_of_single_chunks,
+    _overlap_of_neighbours,
+    *(effect_along(option, PIPE, least=2, listed="pipe of 2 or more") for option in ("stages", "overlap_layers")),
+)
+
+
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) < 6 else [*names[:3], "...", names[-1]])
 
@@ -174,6 +236,15 @@ def parse_shares(text: str | None, option: str, known: Mapping[str, int]) -> Sha
     return shares
 
 
+def parse_order(text: str | None) -> tuple[int, ...] | None:
+    """``"2,0,1"``, the rank at each position of the mesh, as ``Mesh`` takes it; None: node by node."""
+    if text is None:
+        return None
+    if not all(number.strip().isdecimal() for number in text.split(",")):
+        raise UsageError(f"--rank-order {text}: write the numbers of ranks, as in 2,0,1")
+    return tuple(map(int, text.split(",")))
+
+
 def misfit(shares: Shares, axes: Mapping[str, int]) -> str | None:
     """The reason why shares do not fit a mesh of these axes; None if they fit."""
     for axis, numbers in shares.items():
@@ -194,6 +265,28 @@ def shares_along(along: Sequence[str], axes: Mapping[str, int], shares: Shares) 
 def shares_text(shares: Shares) -> str:
     """Shares as text that ``parse_shares`` reads."""
     return ",".join(f"{axis}={':'.join(map(str, numbers))}" for axis, numbers in shares.items())
+
+
+def _fits(option: str, shares: Callable[[ParallelConfig], Shares]) -> Requirement:
+    def unmet(case: Case) -> str | None:
+        return misfit(shares(case.options), case.axes)
+
+    needs, nearest = "as many shares as an axis has ranks", "Give a share for each rank of an axis"
+    return Requirement(f"axes of {option}", (option, "mesh"), needs, unmet, nearest, left_out=(option,))
+
+
+@requirement("rank_order", nearest="Name each rank once", left_out=("rank_order",))
+def _order_of_ranks(case: Case) -> str | None:
+    """each rank of the mesh once"""
+    order, ranks = case.options.order, count_ranks(case.axes)
+    return f"the ranks are 0 to {ranks - 1}" if order is not None and sorted(order) != list(range(ranks)) else None
+
+
+_OF_UNEQUAL_RANKS = (
+    _fits("shares", lambda options: options.work_shares),
+    _fits("state_shares", lambda options: options.storage.shares),
+    _order_of_ranks,
+)
 
 
 # --- The assignment: chunks of layers, their parameters, and the groups in which these are stored and reduced
@@ -244,6 +337,27 @@ class ZeroConfig:
         """How the gradient of a parameter of ``size`` bytes is summed, and over which axes its state is sharded."""
         sharded_axes = self.cut(summed, axes) if size >= self.min_tensor_size else ()
         return Sum(summed, sharded_axes, stages, shares_along(sharded_axes, axes, self.shares), computed_on)
+
+
+@requirement("mesh", "zero", nearest="Name it data, or add shard", subject="axis 'replicate'")
+def _replicas_of_shards(case: Case) -> str | None:
+    """an axis replicate only beside an axis shard, or with ZeRO"""
+    has_none = "replicate" in case.axes and "shard" not in case.axes and not case.options.zero
+    return "it says that state is in parts over another axis" if has_none else None
+
+
+def _if_in_parts(option: str) -> Requirement:
+    otherwise = "without --zero: nothing is stored in parts"
+    return effect_if(option, lambda case: case.options.storage.stage(case.axes), "--zero", otherwise)
+
+
+REQUIREMENTS = (
+    _replicas_of_shards,
+    *_OF_UNEQUAL_RANKS,
+    *_OF_STAGES,
+    effect_along("zero", "data", "expert", "shard", "context", listed="data, shard or context to store over"),
+    *map(_if_in_parts, ("state_shares", "min_tensor_size")),
+)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from spmd_engine.arrays.random import key_of, normal
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.errors import UsageError
+from spmd_engine.requirements import Case, requirement
 from spmd_engine.sharding.groups import Member, ParameterGroup
 
 
@@ -257,3 +258,12 @@ def _split(flat: Array, like: list[Array]) -> list[Array]:
     """The inverse of ``_joined``: views of ``flat`` in the shapes of ``like``."""
     ends = accumulate((array.size for array in like), initial=0)
     return [flat[slice(*span)].reshape(array.shape) for span, array in zip(pairwise(ends), like, strict=True)]
+
+
+@requirement("compress", "zero", nearest="Choose float16 or bfloat16")
+def _compression_of_parts(case: Case) -> bool:
+    """ZeRO needs parts of sums"""
+    return not compression(case.options.compress).in_parts and case.options.storage.stage(case.axes) > 0
+
+
+REQUIREMENTS = (_compression_of_parts,)

@@ -13,6 +13,7 @@ from spmd_engine.arrays.precision import accumulated_in, rounded
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.layer import Documents, ForwardContext
+from spmd_engine.requirements import effect_along
 from spmd_engine.sharding.shards import Shards
 
 
@@ -339,6 +340,9 @@ def _by_query(weights: Array, xp) -> Array:
 
 
 CONTEXT_METHODS = {"gather": GatherKeys, "ring": RingAttention, "ulysses": Ulysses}
+
+
+REQUIREMENTS = (effect_along("context_method", "context"),)
 
 
 def context_method(name: str) -> ContextMethod:

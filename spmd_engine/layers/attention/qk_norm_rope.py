@@ -33,8 +33,10 @@ class Rotary:
         return (cosines, sines) if magnitude == 1 else (cosines * magnitude, sines * magnitude)
 
 
-#: The ``Rotary`` of a width and options, one object for all layers, which then share their rotations.
-rotary_with = cache(Rotary)
+@cache
+def rotary_with(width: int, options: RotaryOptions) -> Rotary:
+    """The ``Rotary`` of a width and options: one object for all layers, which then share their rotations."""
+    return Rotary(width, options)
 
 
 # --- Queries and keys before their product: normalised, then rotated by their positions

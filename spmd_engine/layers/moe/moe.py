@@ -82,17 +82,17 @@ _GATE = "shared_gate"
 
 
 class SharedExperts:
-    """y[t d] = Σ_i shared_i(x[t d]), times sigmoid(x · shared_gate[d]) if ``weighted``, over ``many`` equal experts
+    """y[t d] = Σ_i shared_i(x[t d]), times sigmoid(x · shared_gate[d]) if ``weighted``, over ``count`` equal experts
 
     One expert of m times the hidden width is stored as m of them. With f sharded, y and dx are unreduced over f. The
     weight is replicated along f, but its gradient is linear in the unreduced y, and so stays unreduced: that of
     shared_gate is summed over f as well.
     """
 
-    def __init__(self, perceptron: Perceptron, many: int, weighted: bool, std: float) -> None:
-        self.perceptron, self.many, self.weighted = perceptron, many, weighted
+    def __init__(self, perceptron: Perceptron, count: int, weighted: bool, std: float) -> None:
+        self.perceptron, self.count, self.weighted = perceptron, count, weighted
         self.parameters: dict[str, Parameter] = {}
-        for number in range(many):
+        for number in range(count):
             self.parameters |= {f"shared{number}/{key}": parameter for key, parameter in perceptron.parameters.items()}
         if weighted:
             self.parameters[_GATE] = Parameter("d", std=std, summed="bsf")
@@ -100,7 +100,7 @@ class SharedExperts:
     def forward(self, p: Mapping[str, Any], x: Array, hidden: int, keep: bool) -> tuple[Array | None, Any]:
         """y of x, or None without experts, and what the backward needs; ``hidden`` is the size of f on this rank."""
         y, saved = None, []
-        for number in range(self.many):
+        for number in range(self.count):
             y_i, expert_saved = self.perceptron.forward([(p[f"shared{number}"], slice(0, len(x)))], x, hidden, keep)
             if y is not None:
                 y_i += y
@@ -193,7 +193,7 @@ class MoE(Layer):
         self.buffers, self.side_outputs = self.router.buffers, self.router.side_outputs
 
     def cost(self, length):
-        active = (self.router.options.top_k + self.shared.many) * len(self.perceptron.parameters)
+        active = (self.router.options.top_k + self.shared.count) * len(self.perceptron.parameters)
         return float(self.sizes["d"] * (active * self.sizes["f"] + self.sizes["E"]))
 
     def forward(self, sh, p, x, ctx):

@@ -21,19 +21,14 @@ from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, checked_axes, count_ranks, uneven_axes
 from spmd_engine.comm.blocks import span
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
+from spmd_engine.engine.build import composed_assignment, composed_layout
 from spmd_engine.engine.distributed import DistributedEngine, make_engine
-from spmd_engine.engine.helpers import HelperRank, content_of, helper_ranks, owners_of
+from spmd_engine.engine.helpers import HelperRank, content_of, helper_ranks, helper_stage, owners_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.engine.parallel_config import (
-    ModelConfig,
-    ParallelConfig,
-    composed_assignment,
-    composed_layout,
-    helper_stage,
-)
 from spmd_engine.engine.state.assignment import BATCH, PIPE
 from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.errors import UsageError

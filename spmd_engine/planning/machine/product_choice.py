@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING
-
 from spmd_engine.arrays import products
 from spmd_engine.arrays.product_libraries.installed import LIBRARIES, load
 from spmd_engine.arrays.product_libraries.library import ProductLibrary
 from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES
-from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import gather_json, json_from_rank_zero
 from spmd_engine.comm.group import Group
-from spmd_engine.training.hooks import Hook
-
-if TYPE_CHECKING:
-    from spmd_engine.training.train_config import TrainConfig
 
 
 def choose_products(
@@ -37,14 +30,14 @@ def choose_products(
     if not notices and any(versions != by_rank[0][0] for versions, _ in by_rank):
         notices = ["products: ranks have different libraries installed; those that not all have are not used"]
 
-    def chosen() -> str:
+    def chosen() -> list[tuple[str, str, str]]:
         if choice == "auto":
             from spmd_engine.planning.machine.products import fastest  # which imports much, on rank 0 alone
 
-            return json.dumps(fastest(usable, again) if usable else [])
-        return json.dumps([(dtype, size, choice) for dtype in DTYPES for size in SIZES if choice in usable])
+            return fastest(usable, again) if usable else []
+        return [(dtype, size, choice) for dtype in DTYPES for size in SIZES if choice in usable]
 
-    table = json.loads(text_from_rank_zero(group, chosen))
+    table = json_from_rank_zero(group, chosen)
     products.use({(dtype, size): libraries[name] for dtype, size, name in table})
     return notices
 
@@ -62,10 +55,3 @@ def _loaded(choice: str) -> tuple[dict[str, ProductLibrary], str]:
         except (OSError, AttributeError) as error:  # AttributeError: a function is missing
             why_not = f"products: {name} cannot be used ({str(error).splitlines()[0]}); NumPy computes"
     return libraries, why_not
-
-
-class ProductChoice(Hook):
-    """Lets all ranks of a job use the same libraries of products."""
-
-    def prepare(self, job: TrainConfig, ranks: Group) -> list[str]:
-        return choose_products(ranks, job.products, dtype=job.model.dtype, device=job.device)

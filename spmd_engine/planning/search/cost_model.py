@@ -16,8 +16,9 @@ import numpy as np
 
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition
+from spmd_engine.engine.build import composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.schedules import named
 from spmd_engine.engine.state.assignment import assign
 from spmd_engine.errors import SpmdError

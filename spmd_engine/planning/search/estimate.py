@@ -155,7 +155,7 @@ class Estimator:
 
     def _element_bytes(self) -> float:
         """Bytes that a rank stores between steps for each parameter."""
-        return sum(self.stored_bytes(1.0).values())
+        return sum(self._stored_bytes(1.0).values())
 
     @property
     def _undivided(self) -> StageSums:
@@ -213,7 +213,7 @@ class Estimator:
 
     # --- memory
 
-    def stored_bytes(self, elements: Any) -> dict[str, Any]:
+    def _stored_bytes(self, elements: Any) -> dict[str, Any]:
         """Bytes that a rank stores between steps, by kind, for ``elements`` parameters: a number, or one a stage."""
         zero, n = self.candidate.zero, self.shards
         parameters, gradients, state = bytes_held(elements, elements / n, zero, self.model.dtype)
@@ -225,7 +225,7 @@ class Estimator:
 
     def _held_bytes(self, division: StageSums, slots: Slots | None) -> dict[str, np.ndarray]:
         """Peak bytes of a rank of each stage, by kind."""
-        held = self.stored_bytes(division.elements + division.only_held)
+        held = self._stored_bytes(division.elements + division.only_held)
         if self._is_away("parameters"):
             held["gathered groups"] = division.gathered * self.itemsize
         if self.shards > 1 and self.candidate.zero >= 2:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.precision import dtype_of
-from spmd_engine.comm.agreement.rank_zero import on_rank_zero, share_array, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_rank_zero, share_array
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import npz_names, read_npz
@@ -42,7 +41,7 @@ def load_arrays(group: Group, path: str) -> LabelledArrays:
     that are missing, damaged, of different lengths, or not finite.
     """
     arrays: dict[str, np.ndarray] | None = on_rank_zero(group, lambda: read_arrays(path))
-    lengths, sha256 = json.loads(text_from_rank_zero(group, lambda: json.dumps(_facts(arrays or {}))))
+    lengths, sha256 = json_from_rank_zero(group, lambda: _facts(arrays or {}))
     x, y = (
         share_array(group, [arrays[name] for name in pair if name in arrays] if arrays else None, label="arrays")
         for pair in zip(*_PAIRS, strict=True)

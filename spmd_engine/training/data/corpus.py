@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.random import integers, key_of
-from spmd_engine.comm.agreement.rank_zero import on_rank_zero, share_array, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_rank_zero, share_array
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
@@ -50,8 +49,7 @@ def load_corpus(group: Group, path: str | None, context: int) -> Corpus:
     missing, empty, or too short for one context in either part.
     """
     read = on_rank_zero(group, lambda: _read(path, context))
-    facts = text_from_rank_zero(group, lambda: json.dumps(read[1:] if read else None))
-    train_size, files, sha256 = json.loads(facts)
+    train_size, files, sha256 = json_from_rank_zero(group, lambda: read[1:] if read else None)
     tokens = share_array(group, read[0] if read else None, dtype=np.uint16, label="corpus")
     return Corpus(tokens[:train_size], tokens[train_size:], files, sha256)
 

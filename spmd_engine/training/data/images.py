@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ import numpy as np
 
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.arrays.random import integers, key_of
-from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero, share_array, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ranks, on_rank_zero, share_array
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import ImageFiles, MappedArray, image_files, npz_names, read_idx, read_npz
@@ -239,7 +238,7 @@ def load_images(group: Group, path: str | None) -> Images:
     Raises the same UsageError on every rank for data that are missing, damaged or invalid.
     """
     source: Any = on_rank_zero(group, lambda: find_images(path))  # an ImageSource; None on other ranks
-    facts = json.loads(text_from_rank_zero(group, lambda: json.dumps(_describe(source, path or "the digits"))))
+    facts = json_from_rank_zero(group, lambda: _describe(source, path or "the digits"))
     shared = []
     for number, part_facts in enumerate(facts["parts"]):
         parts = [source.parts[number]] if source and not part_facts else None

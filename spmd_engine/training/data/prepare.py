@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.files import naming
@@ -51,8 +51,7 @@ def prepare(group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: st
     conversations, only the completions and the assistant's answers, with their ends, are targets. Raises UsageError for
     files that cannot be read, and for texts mixed with instructions.
     """
-    listed = text_from_rank_zero(group, lambda: json.dumps(_find_inputs(paths, output)))
-    files = [(name, size) for name, size in json.loads(listed)]
+    files = [(name, size) for name, size in json_from_rank_zero(group, lambda: _find_inputs(paths, output))]
     total = sum(size for _, size in files)
     begin, end = (total * group.rank // group.size, total * (group.rank + 1) // group.size)
     with tempfile.TemporaryDirectory(prefix=".prepare-", dir=Path(output).resolve().parent) as folder:

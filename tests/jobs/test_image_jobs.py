@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_engine import TrainConfig, run_threads, train
-from spmd_engine.engine.parallel_config import ModelConfig
+from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.training import Observer
 from spmd_engine.training.train_config import OF_IMAGES
