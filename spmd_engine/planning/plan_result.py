@@ -164,7 +164,7 @@ class PlanResult:
     @property
     def ended(self) -> str:
         """Why the search ended, if it did before all was known."""
-        return f"time ran out (--seconds {self.request.seconds:g})" if self.late else "the evaluations were made"
+        return f"time ran out (--seconds {self.request.seconds:g})" if self.late else "the evaluations were spent"
 
     def _constraint_text(self, name: str) -> str:
         if name == "ranks":
