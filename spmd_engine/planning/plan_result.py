@@ -31,7 +31,7 @@ from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.rank_order import PLACEMENTS
-from spmd_engine.planning.search.relaxation import MORE, Conflict
+from spmd_engine.planning.search.reasons import MORE, Conflict
 from spmd_engine.planning.search.search import GOALS, Limits, SearchResult, constraint_text
 from spmd_engine.planning.search.search_space import axes_that_shard
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
@@ -125,7 +125,7 @@ class PlanResult:
     conflict: Conflict | None = None
     nearest_evaluation: PlanEvaluation | None = None  #: the evaluation of the closest plan
     took: float = 0.0  #: seconds of planning
-    late: bool = False  #: whether the time limit stopped the search, so that another time it may choose another plan
+    late: bool = False  #: whether time ran out; then it may be another plan another time
     composition: ParallelConfig | None = None  #: that of the plan, or the fixed one
     micro_batches: int = 1
     batch_size: int = 0  #: samples per step
@@ -164,7 +164,7 @@ class PlanResult:
     @property
     def ended(self) -> str:
         """Why the search ended, if it did before all was known."""
-        return f"time ran out (--seconds {self.request.seconds:g})" if self.late else "the evaluations were made"
+        return f"time ran out (--seconds {self.request.seconds:g})" if self.late else "the evaluations were spent"
 
     def _constraint_text(self, name: str) -> str:
         if name == "ranks":

@@ -97,7 +97,10 @@ class CostModel:
         samples = candidate.batch_size // candidate.micro_batches
         key = candidate.axes, samples, candidate.sequence_parallel, candidate.recompute, candidate.zero, first
         found = self.once(("sharded", *key), lambda: self._sharded(candidate, first))
-        return Estimator(self, candidate, *found, self._slowdowns(candidate)) if found is not None else None
+        if found is None:
+            return None
+        layers, update = found
+        return Estimator(self, candidate, layers, update, self._slowdowns(candidate))
 
     def check_layers(self) -> None:
         """Raise the error of a candidate if no candidate could be analyzed: the layers themselves are wrong."""

@@ -22,10 +22,9 @@ from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
-from spmd_engine.planning.search.budget import SIMULATION, Budget
 from spmd_engine.planning.search.cost_model import with_even_vocabulary
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.improve import improved
+from spmd_engine.planning.search.improve import SIMULATION, Budget, improved
 from spmd_engine.planning.search.neighbours import (
     differences,
     helped_stages,
@@ -34,10 +33,15 @@ from spmd_engine.planning.search.neighbours import (
     with_order,
     with_other_choice,
     with_shares,
-    without_shares,
 )
-from spmd_engine.planning.search.reasons import gain_of_order, gains_of_choices, gains_of_shares
-from spmd_engine.planning.search.relaxation import Conflict, conflict_of, relaxed
+from spmd_engine.planning.search.reasons import (
+    Conflict,
+    conflict_of,
+    gain_of_order,
+    gains_of_choices,
+    gains_of_shares,
+    relaxed,
+)
 from spmd_engine.planning.search.search import (
     LIMITS,
     SHOWN_PLANS,
@@ -211,7 +215,7 @@ class PlanSearch:
     def _with_offload(self, without: PlanResult, budget: Budget) -> tuple[PlanResult | None, Explain]:
         """The result if a plan may offload; None if the base says what is offloaded."""
         if self.request.base.offload is not None:
-            return None, lambda: without.conflict or Conflict(())
+            return None, Conflict
         space = replace(self.space, offload=(None, *offloads_on(self.request.machine)))
         result, explain = self._find(space, budget)
         offload = result.plan.candidate.offload if result.plan is not None else None
@@ -290,7 +294,7 @@ class PlanSearch:
         others: dict[Candidate, list[tuple[str, Estimate | None]]] = {}
 
         def choices(candidate: Candidate) -> list[tuple[str, Estimate | None]]:
-            even = replace(without_shares(candidate), stages=None)
+            even = replace(candidate.plain, stages=None)
             if even not in others:
                 others[even] = list(with_other_choice(self, space, even))
             return others[even]
@@ -310,7 +314,7 @@ class PlanSearch:
             found = replace(found, reached=reached, bound=reached if found.complete else min(reached, found.bound))
         simulated: dict[Candidate, Estimate] = {}
         for plan in plans:
-            simulated.setdefault(without_shares(plan.candidate), plan)
+            simulated.setdefault(plan.candidate.plain, plan)
         reasons = [
             *gain_of_order(chosen, plans),
             *gains_of_shares(chosen, self.plans),

@@ -7,7 +7,7 @@ than replicas, but both are candidates, since one collective is faster than two.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import gcd, prod
@@ -84,6 +84,11 @@ class Candidate:
     def samples(self) -> int:
         """The most samples of a micro-batch on a rank."""
         return -(-(self.batch_size // self.micro_batches) // self.batch_ranks)
+
+    @property
+    def plain(self) -> Candidate:
+        """The candidate with even shares of samples and state, and ranks as the machine lists them."""
+        return replace(self, shares=None, state_shares=None, order=None)
 
     def composition(self, base: ParallelConfig = ParallelConfig()) -> ParallelConfig:  # noqa: B008 (immutable)
         """The candidate as a ParallelConfig; ``base`` has the options that are not searched."""
