@@ -9,7 +9,7 @@ from math import inf
 from time import process_time
 from typing import TypeVar
 
-SIMULATION = 100
+SIMULATION = 300
 
 
 class Budget:

@@ -56,10 +56,11 @@ from spmd_engine.planning.search.search_space import Candidate, SearchSpace, bro
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, evaluate_step
 from spmd_engine.units import readable_bytes, readable_seconds
 
-EVALUATIONS = 150_000  #: of a request, as ``Budget`` counts them
+EVALUATIONS = 450_000  #: of a request, as ``Budget`` counts them
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
 ORDER_SHARE = 0.25  #: share of the evaluations for trying orders of unequal ranks
-OFFLOAD_SHARE = 0.5  #: share of the budget that is kept for a second search, with offloading
+FIRST_SHARE = 0.75  #: share of the budget for the search without offloading, if one with it may follow
+OFFLOAD_SHARE = 0.5  #: share of what is left for a search with offloading where nothing fits without
 CLOSEST_SHARE = 0.25  #: share of what is left for simulating the closest plans
 MOST_CLOSEST = 16_000  #: evaluations of the search for them
 MOST_SEARCHES = 4  #: searches at most; each corrects the limits by the errors of the estimates before
@@ -188,11 +189,12 @@ class PlanSearch:
         request, budget = self.request, self.budget
         allowed = list(request.fallback or ())
         may_offload = "offload" in allowed and request.base.offload is None
-        result, explain = self._find(self.space, budget.part(1 - OFFLOAD_SHARE * may_offload))
+        result, explain = self._find(self.space, budget.part(FIRST_SHARE if may_offload else 1))
         if result.plan is not None:
             recomputes = result.plan.candidate.recompute != "none"
-            other = self._with_offload(result, budget)[0] if recomputes and may_offload else None
-            return other if other is not None and other.plan is not None else result
+            other = self._with_offload(result, budget)[0] if recomputes and may_offload and budget.left else None
+            found = [each for each in (other, result) if each is not None and each.plan is not None]
+            return min(found, key=lambda each: self._goal_of(each.search.best[0]))
         forbidden = [name for name in FALLBACKS if request.fallback is not None and name not in allowed]
         # What is left in the end is for the reason; each try gets as much as each phase that follows.
         phases = {name: n for names in (allowed, forbidden) for n, name in enumerate(reversed(names), 2)}
