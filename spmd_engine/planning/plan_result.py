@@ -38,12 +38,6 @@ from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
 from spmd_engine.planning.simulator.step_picture import draw_step
 from spmd_engine.units import readable_bytes, readable_seconds
 
-COMPOSITION_OPTIONS = (
-    *("zero", "sequence_parallel", "schedule", "chunks", "stages", "recompute", "shares", "state_shares"),
-    *("min_tensor_size", "rank_order", "overlap_layers", "offload", "offload_to", "offload_dir", "assign"),
-)
-
-
 FALLBACKS = ("split", "offload", "assign")  #: uneven stages, offloading, and a helper rank
 
 
@@ -207,9 +201,9 @@ class PlanResult:
         words.append(f"--batch-size {candidate.batch_size}")
         words += [f"--precision {self.precision}"] * (self.precision != "float32")
         words += [f"--micro-batches {candidate.micro_batches}"] * (candidate.micro_batches > 1)
-        for name in COMPOSITION_OPTIONS:
+        for name, default in vars(ParallelConfig()).items():
             value = getattr(composition, name)
-            if value and value != "none":
+            if name != "mesh" and value != default:
                 words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
         return " ".join(words)
 

@@ -185,6 +185,16 @@ def test_a_sequence_is_sharded_where_an_axis_is_named():
     assert found == {(("context", 2),)}
 
 
+def test_a_plan_keeps_the_options_that_it_does_not_search_and_its_command_has_them():
+    base = ParallelConfig(context_method="ulysses", compress="bfloat16", group_cap=1 << 20)
+    fixed = {"mesh": {"context": 2}, "micro_batches": 1, "zero": 0, "recompute": "none"}
+    result = find_plan(Request(SMALL, read_machine("a100"), [2], [8], base=base, fixed=fixed))
+    composition = result.plan.candidate.composition(base)
+    assert (composition.context_method, composition.compress) == ("ulysses", "bfloat16")
+    words = "--context-method ulysses", "--compress bfloat16", "--group-cap 1048576"
+    assert all(word in result.command for word in words), result.command
+
+
 def test_a_plan_that_just_fits_is_found(least):
     """Though its estimate is a little above what its step needs."""
     assert find_plan(request_for(least)).evaluation.analysis.peak_bytes == least

@@ -99,6 +99,7 @@ class PlanSearch:
             order=request.base.order,
             offload=(request.base.offload,),
             overlap=overlap,
+            context_method=request.base.context_method,
             **request.fixed,
         )
         self.model = request.cost_model()

@@ -147,6 +147,7 @@ class SearchSpace:
     order: tuple[int, ...] | None = None  #: a given order of ranks
     nodes: Sequence[int] = ()  #: the ranks of each node, if the stages are to have uneven sizes
     overlap: int = 0  #: given layers on each side of a boundary that both stages hold
+    context_method: str | None = None  #: given, for meshes with axis context
 
 
 FIXABLE = ("mesh", "micro_batches", "zero", "sequence_parallel", "schedule", "chunks", "recompute", "stages")
@@ -339,6 +340,7 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
                 m,
                 zero,
                 sequence,
+                space.context_method if "context" in axes else None,
                 schedule=schedule,
                 chunks=chunks,
                 recompute=recomputed,
