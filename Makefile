@@ -18,7 +18,7 @@ export PYTHONNOUSERSITE := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cost lint lines docs bench soak cuda-compile clean distclean
+.PHONY: help train test test-cost core-alone lint lines docs bench soak cuda-compile clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -40,6 +40,9 @@ test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 4 jobs at 
 test-cost: $(VENV)/installed-mpich-test  ## run the tests; write what each file costs to tests/test_cost.txt
 	$(BIN)/python -m pytest $(HARNESS) --cost $(COST) $(ARGS)
 	@cat $(COST)
+
+core-alone: $(VENV)/installed-mpich-test  ## run the core's tests of one process with a copy of the package without tools
+	$(BIN)/python scripts/core_alone.py -p no:hypothesispytest $(ARGS)
 
 soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes
 	$(BIN)/python -m pytest $(HARNESS) -m soak --durations=25 $(ARGS)
