@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
@@ -63,7 +64,8 @@ class LongCommand(click.Command):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        about = f"Show the whole help, of all {len(self.params)} options, by section."
+        count = sum(isinstance(param, click.Option) for param in self.params)
+        about = f"Show the whole help, of all {count} options, by section."
         show = {"is_eager": True, "expose_value": False, "callback": self._show_all}
         self.params.append(click.Option(["--help-all"], is_flag=True, help=about, **show))
 
@@ -77,9 +79,9 @@ class LongCommand(click.Command):
         """Write the options of the first page in one list, or all of them under headings."""
         rows: dict[str, list[tuple[str, str]]] = defaultdict(list)
         every = ctx.meta.get(_ALL)
-        for param in self.get_params(ctx):
-            if (every or getattr(param, "common", True)) and (record := param.get_help_record(ctx)):
-                section = getattr(param, "section", "") if every else ""
+        for option in (param for param in self.get_params(ctx) if isinstance(param, click.Option)):
+            if (every or getattr(option, "common", True)) and (record := option.get_help_record(ctx)):
+                section = getattr(option, "section", "") if every else ""
                 text = record[1] if every else _first_sentence(record[1])
                 rows[f"{section} options".strip().capitalize()].append((record[0], text))
         for heading, records in rows.items():
@@ -88,10 +90,11 @@ class LongCommand(click.Command):
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence of an option's help, and its default."""
-    default = text[text.rindex("[") :] if text.endswith("]") else ""
-    sentence, *more = text.removesuffix(default).strip().split(". ")
-    return f"{sentence}{'.' * bool(more)} {default}".strip()
+    """The first sentence of an option's help, with the default and the range in brackets at its end."""
+    about = re.search(r"(\s+\[[^]]*])*$", text)
+    assert about
+    sentence, *more = text[: about.start()].split(". ")
+    return f"{sentence}{'.' * bool(more)}{about[0]}"
 
 
 _ALL = f"{__name__}.all"  #: a key of click's context: whether the whole help is shown

@@ -129,8 +129,9 @@ class Connections:
         if backend is None or self.nccl is None or self.nccl.backend is not backend:
             if self.nccl is not None:
                 self.nccl.close()
-            use = backend is not None and self.comm.size > 1
-            self.nccl = NcclRanks(self.comm, self.call_order, backend) if use else None
+            self.nccl = None
+            if backend is not None and self.comm.size > 1:
+                self.nccl = NcclRanks(self.comm, self.call_order, backend)
 
     def pass_on(self, subset: Communicator) -> None:
         """Let the ranks of a ``subset`` send device arrays as these do."""

@@ -8,14 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Union
 
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.communicators.threads import ThreadCommunicator, current_thread_communicator, solo
+from spmd_engine.comm.communicators.threads import ThreadCommunicator, ThreadPort, current_thread_communicator, solo
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Progress
@@ -39,6 +39,7 @@ from spmd_engine.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from spmd_engine.comm.communicators.mpi import MPICommunicator
+    from spmd_engine.comm.communicators.mpi_port import MPIPort
 
 
 def world() -> Communicator:
@@ -121,26 +122,8 @@ def _start_watchdog(comm: MPICommunicator) -> None:
 # --- Worlds that grow
 
 
-class Port(Protocol):
-    """Where rank 0 of a running world meets rank 0 of another one, whose ranks join it: see ``merged``."""
-
-    name: str  #: by which the other rank connects
-
-    def is_connected(self) -> bool:
-        """Whether both ranks are here; never blocks. Raises UsageError if the other one did not come in time."""
-        ...
-
-    def send(self, text: str) -> None:
-        """Send a text to the other rank."""
-        ...
-
-    def receive(self) -> str | None:
-        """The text that the other rank has sent; None before it arrives."""
-        ...
-
-    def close(self) -> None:
-        """End its use; waits for an attempt to connect."""
-        ...
+#: Where rank 0 of a running world meets rank 0 of another one, whose ranks join it: see ``merged``.
+Port = Union["MPIPort", ThreadPort]
 
 
 def open_port(comm: Communicator, name: str = "", timeout: float = TIMEOUT) -> Port:

@@ -95,25 +95,6 @@ def parse_assign(text: str | None) -> tuple[Assigned, ...]:
     return tuple(assigned)
 
 
-def check_assigned(assigned: Sequence[Assigned], axes: Mapping[str, int], model: Model, experts: Sequence[str]) -> None:
-    """Raise UsageError unless helper ranks can compute these layers of a model on a mesh: layers must be whole on each
-    owner, over whose samples alone they may be sharded. ``experts`` are the axes that shard experts."""
-    taken: set[int] = set()
-    for term in assigned:
-        option, numbers = f"--assign {term.layers}:rank{term.rank}", term.numbers(model)
-        splits = [axis for axis, size in axes.items() if size > 1 and axis not in (*BATCH, PIPE)]
-        if any("e" in model.layers[number][1].sizes for number in numbers):
-            splits += [axis for axis in experts if axes.get(axis, 1) > 1]
-        if splits:
-            raise UsageError(
-                f"{option} with --mesh {axes_text(axes)}: axis {splits[0]} splits these layers, and a helper rank "
-                f"computes whole ones; use other axes than {splits[0]}"
-            )
-        if taken & set(numbers):
-            raise UsageError(f"{option}: another rank has some of these layers; assign each to one")
-        taken |= set(numbers)
-
-
 def stage_of(rank: int, assigned: Sequence[Assigned], model: Model, chunks: Sequence[range], stages: int) -> int:
     """The stage that a helper rank serves. Raises UsageError if its layers are on several, whose requests could come in
     any order."""
@@ -134,11 +115,24 @@ def helper_stage(model: Model, axes: Mapping[str, int], composition: ParallelCon
 
 @requirement("assign", nearest="Name other layers, or use other axes", of_model=True)
 def _layers_of_helper_ranks(case: Case) -> None:
-    """layers of one stage for each helper rank, whole on each owner"""
+    """layers of one stage for each helper rank, whole on each owner: sharded over samples alone"""
     options, axes, model = case.options, case.axes, case.model
+    taken: set[int] = set()
     for term in options.assigned:
         helper_stage(model, axes, options, term.rank)
-    check_assigned(options.assigned, axes, model, ("expert",) if options.expert_axes is None else options.expert_axes)
+        option, numbers = f"--assign {term.layers}:rank{term.rank}", term.numbers(model)
+        splits = [axis for axis, size in axes.items() if size > 1 and axis not in (*BATCH, PIPE)]
+        if any("e" in model.layers[number][1].sizes for number in numbers):
+            over = ("expert",) if options.expert_axes is None else options.expert_axes
+            splits += [axis for axis in over if axes.get(axis, 1) > 1]
+        if splits:
+            raise UsageError(
+                f"{option} with --mesh {axes_text(axes)}: axis {splits[0]} splits these layers, and a helper rank "
+                f"computes whole ones; use other axes than {splits[0]}"
+            )
+        if taken & set(numbers):
+            raise UsageError(f"{option}: another rank has some of these layers; assign each to one")
+        taken |= set(numbers)
 
 
 REQUIREMENTS = (_layers_of_helper_ranks,)

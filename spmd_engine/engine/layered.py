@@ -54,6 +54,8 @@ class LayeredEngine(StoredEngine):
     this rank is outside the mesh and holds nothing, until ``reshard`` takes it onto another one.
     """
 
+    placed: EngineState  #: what stores and executes the model on this mesh, while the engine ``is_placed``
+
     def __init__(
         self,
         model: Model,

@@ -20,7 +20,7 @@ from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs.resolve import with_shape_of_weights
-from spmd_engine.jobs.run_job import hooks_of, make_run, with_corpus
+from spmd_engine.jobs.run_job import CommonChoices, hooks_of, make_run, with_corpus
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.run import Run
@@ -75,7 +75,7 @@ def join(
         engine.mesh, engine.model = all_ranks, job.model.build(job.composition)  # perhaps other layers by now
         workload = replace(workload, job=job)
         changes = ShapeChanges(workload, joined=order, before=mesh.comm)
-        joined = make_run(workload, folder, hooks=hooks_of(workload, changes, hooks))
+        joined = make_run(workload, folder, hooks=hooks_of(workload, changes, [CommonChoices(), *hooks]))
         if mesh.rank == 0:
             entered(order["join"], order["step"])
         joined.train_from_between(order["steps"], stop, lambda: changes.enter(order))

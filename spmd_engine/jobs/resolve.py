@@ -16,9 +16,8 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh, mesh_without
 from spmd_engine.comm.world import world
 from spmd_engine.configuration import settings_of
+from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.helpers import helper_ranks
-from spmd_engine.engine.model_config import ModelConfig
-from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import IMAGES
 from spmd_engine.strategies import default_axes, strategy_named

@@ -23,7 +23,7 @@ from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs.resolve import resolve
 from spmd_engine.models.load_config import short_name
-from spmd_engine.planning.first_step_check import first_step_check
+from spmd_engine.planning.dry_run.first_step_check import first_step_check
 from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.expert_load import Rebalancer
@@ -76,8 +76,8 @@ def train(
                 sys.exit(code)
             return None  # pyright: ignore[reportReturnType]  (only in jobs with helper ranks)
         get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
-        notices = [*resolved.notices]
-        notices += [notice for hook in [CommonChoices(), *hooks] for notice in hook.prepare(job, mesh.group())]
+        early = [CommonChoices(), *hooks]
+        notices = [*resolved.notices, *(notice for hook in early for notice in hook.prepare(job, mesh.group()))]
         workload = open_workload(job, mesh)
         if mesh.helpers and isinstance(workload.engine, LayeredEngine):
             order = order_to_help(workload.job.model, mesh, job.composition, job.device)
@@ -90,7 +90,7 @@ def train(
             adapter, given_propose = Adapter(job.adapt), propose
             observers, propose = [*observers, adapter], lambda step: given_propose(step) or adapter.propose(step)
         changes = ShapeChanges(workload, propose, helpers=helpers)
-        new_run = make_run(workload, folder, observers, trace, hooks_of(workload, changes, hooks, enforce))
+        new_run = make_run(workload, folder, observers, trace, hooks_of(workload, changes, early, enforce))
         with new_run.locked():  # before anything is read from or written to the folder
             loaded = _begin(new_run, workload, resume)
             if resume:
@@ -110,10 +110,10 @@ class CommonChoices(Hook):
         return notices + choose_transport(ranks, get_backend(job.device), job.transport)
 
 
-def hooks_of(workload: Workload, changes: ShapeChanges, own: Sequence[Hook] = (), enforce: bool = True) -> list[Hook]:
-    """The hooks of a job, the same on ranks that begin it and on those that join it."""
+def hooks_of(workload: Workload, changes: ShapeChanges, early: Sequence[Hook], enforce: bool = True) -> list[Hook]:
+    """The hooks of a job, on ranks that begin it and on those that join it; ``early`` are those that prepare."""
     check = first_step_check(workload, enforce)
-    return [CommonChoices(), *([check] if check else []), Rebalancer(workload.job.composition), *own, changes]
+    return [*([check] if check else []), Rebalancer(workload.job.composition), *early, changes]
 
 
 def _notices_without_effect(workload: Workload) -> list[str]:

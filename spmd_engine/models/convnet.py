@@ -8,14 +8,13 @@ at that depth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 import spmd_engine.layers as layers
 from spmd_engine.axes import all_positions, axes_text
-from spmd_engine.comm.notation import EVEN, Weights
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.mlp import class_accuracy, class_loss
@@ -192,13 +191,15 @@ class _Network:
         )
 
 
-# --- A warning if halos are larger than their shards
+# --- What options for images need
 
 
-def halo_warning(model: Model, axes: Mapping[str, int], shares: Weights = EVEN) -> str | None:
-    """Return a warning if the halos of a forward have more elements than the shards of images and feature maps."""
+@requirement("mesh", "shares", of_model=True)
+def _size_of_halos(case: Case) -> str | None:
+    """shards of images that are larger than the halos of a forward"""
     from spmd_engine.sharding.halos import Reach
 
+    model, axes, shares = case.model, case.axes, case.options.work_shares
     sharded = {axis: axes[axis] for axis in ("rows", "columns") if axes.get(axis, 1) > 1}
     if not sharded:
         return None
@@ -223,6 +224,9 @@ def halo_warning(model: Model, axes: Mapping[str, int], shares: Weights = EVEN) 
     )
 
 
+REQUIREMENTS = (effect_along("reshard_after", "rows", "columns"), _size_of_halos)
+
+
 def _windows(layer: Layer) -> Iterator[ImageWindows]:
     """Yield the windows of a layer and of the layers in it."""
     parts: dict[str, Layer] = {}
@@ -234,12 +238,3 @@ def _windows(layer: Layer) -> Iterator[ImageWindows]:
         yield from _windows(part)
     if isinstance(layer, (layers.Conv2d, layers.MaxPool, layers.AveragePool)):
         yield layer.windows
-
-
-@requirement("mesh", "shares", of_model=True)
-def _size_of_halos(case: Case) -> str | None:
-    """shards of images that are larger than their halos"""
-    return halo_warning(case.model, case.axes, case.options.work_shares)
-
-
-REQUIREMENTS = (effect_along("reshard_after", "rows", "columns"), _size_of_halos)

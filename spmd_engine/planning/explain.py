@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from spmd_engine.axes import axes_text
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
@@ -22,7 +21,7 @@ Answer = tuple[Sequence[str], Any]  #: lines of text, and the same as data
 
 
 def explain(request: Request) -> tuple[str, list[dict[str, Any]]]:
-    """A line about the explained plan, with the requested mesh or data parallelism, and nine answers about it: what
+    """A line about the explained plan, with the requested mesh or data parallelism, and eight answers about it: what
     else would fit, and what it would take. Each has the "question", the "answer" as lines of text, and its "data".
     ``analyze`` and ``inspect`` describe the plan itself."""
     explainer = _Explainer(request)
@@ -34,7 +33,6 @@ def explain(request: Request) -> tuple[str, list[dict[str, Any]]]:
         ("What does each ZeRO stage save, and cost?", lambda: explainer.vary("zero", range(4))),
         ("What does recomputation save?", lambda: explainer.vary("recompute", ("none", "attention", "block"))),
         ("How many micro-batches?", explainer.micro_batches),
-        ("When does hybrid sharding pay?", explainer.hybrid),
         ("What does offloading save, and cost?", explainer.offload),
     )
     return explainer.subject, [
@@ -167,18 +165,6 @@ class _Explainer:
         possible = [n for n in range(1, max(batch // ranks, 1) + 1) if batch % n == 0 and batch // n >= ranks]
         lines, data = self.vary("micro_batches", possible[:10])
         return [*lines, *(self._quickest(data) or ["none of these fits"])], data
-
-    def hybrid(self) -> Answer:
-        if self.ranks < 4 or set(self.base.mesh) - {"data", "replicate", "shard"}:
-            return ["from four data-parallel ranks on"], None
-        changes = {}
-        for shard in (1 << power for power in range(self.ranks.bit_length())):
-            if self.ranks % shard == 0:
-                axes = [(axis, n) for axis, n in (("replicate", self.ranks // shard), ("shard", shard)) if n > 1]
-                name = axes_text(dict(axes))
-                changes[name] = name, {"axes": tuple(axes), "zero": 3 if shard > 1 else 0}
-        lines, data = self._compare(changes)
-        return [*lines, *self._quickest(data)], data
 
     def offload(self) -> Answer:
         node = self.request.machine.nodes[0]

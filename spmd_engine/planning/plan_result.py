@@ -31,18 +31,12 @@ from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.rank_order import PLACEMENTS
-from spmd_engine.planning.search.relaxation import MORE, Conflict
+from spmd_engine.planning.search.reasons import MORE, Conflict
 from spmd_engine.planning.search.search import GOALS, Limits, SearchResult, constraint_text
 from spmd_engine.planning.search.search_space import axes_that_shard
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
 from spmd_engine.planning.simulator.step_picture import draw_step
 from spmd_engine.units import readable_bytes, readable_seconds
-
-COMPOSITION_OPTIONS = (
-    *("zero", "sequence_parallel", "schedule", "chunks", "stages", "recompute", "shares", "state_shares"),
-    *("min_tensor_size", "rank_order", "overlap_layers", "offload", "offload_to", "offload_dir", "assign"),
-)
-
 
 FALLBACKS = ("split", "offload", "assign")  #: uneven stages, offloading, and a helper rank
 
@@ -125,7 +119,7 @@ class PlanResult:
     conflict: Conflict | None = None
     nearest_evaluation: PlanEvaluation | None = None  #: the evaluation of the closest plan
     took: float = 0.0  #: seconds of planning
-    late: bool = False  #: whether the time limit stopped the search, so that another time it may choose another plan
+    late: bool = False  #: whether time ran out; then it may be another plan another time
     composition: ParallelConfig | None = None  #: that of the plan, or the fixed one
     micro_batches: int = 1
     batch_size: int = 0  #: samples per step
@@ -164,7 +158,7 @@ class PlanResult:
     @property
     def ended(self) -> str:
         """Why the search ended, if it did before all was known."""
-        return f"time ran out (--seconds {self.request.seconds:g})" if self.late else "the evaluations were made"
+        return f"time ran out (--seconds {self.request.seconds:g})" if self.late else "the evaluations were spent"
 
     def _constraint_text(self, name: str) -> str:
         if name == "ranks":
@@ -207,9 +201,9 @@ class PlanResult:
         words.append(f"--batch-size {candidate.batch_size}")
         words += [f"--precision {self.precision}"] * (self.precision != "float32")
         words += [f"--micro-batches {candidate.micro_batches}"] * (candidate.micro_batches > 1)
-        for name in COMPOSITION_OPTIONS:
+        for name, default in vars(ParallelConfig()).items():
             value = getattr(composition, name)
-            if value and value != "none":
+            if name != "mesh" and value != default:
                 words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
         return " ".join(words)
 

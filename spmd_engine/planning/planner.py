@@ -24,7 +24,7 @@ from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.neighbours import offloads_on
 from spmd_engine.planning.search.plan_search import PlanSearch
-from spmd_engine.planning.search.relaxation import Conflict
+from spmd_engine.planning.search.reasons import Conflict
 from spmd_engine.planning.search.search import Limits, SearchResult
 from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, evaluate_step, peak_memory
@@ -65,9 +65,9 @@ def plan(
     ``mesh`` evaluates this mesh only; ``fixed`` has other choices that are not searched: micro_batches, zero,
     sequence_parallel, schedule, chunks, recompute, stages. ``axes`` are the mesh axes to consider, ``sequence`` the
     tokens of a sample (None: the model's context), ``base`` the options that are not searched, and ``seconds`` the
-    processor time of all searches and simulations. ``placement`` says how ranks of unequal nodes are placed on the
-    mesh: "order" as the machine lists them, "greedy", "assign", "anneal" or "genetic" by the costs of single ranks,
-    "auto" by simulations.
+    processor time after which all searches and simulations stop; then the result is ``late``. ``placement`` says how
+    ranks of unequal nodes are placed on the mesh: "order" as the machine lists them, "greedy", "assign", "anneal" or
+    "genetic" by the costs of single ranks, "auto" by simulations.
     ``fallback`` has what a plan may do where nothing else fits: "split", stages of different sizes, "offload", and
     "assign", a helper rank for a rank that lacks memory.
     In the result ``plan`` is None if nothing fits; then ``why_not`` gives the reason.

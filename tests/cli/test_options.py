@@ -81,14 +81,16 @@ def test_help_is_that_of_the_field():
 
 def test_the_first_page_of_a_long_command_has_the_common_options_in_short():
     @click.command(cls=LongCommand)
+    @click.argument("file", required=False)
     @rare_option("--trace", help="Record.")
-    @click.option("--run", help="A folder. Or a name. [default: new]")
+    @click.option("--run", type=click.IntRange(0), help="A folder. Or a name. [default: new]")
     @options_of(TrainConfig, ["zero", "group_cap", "timeout"])
     def show(**options):
         pass
 
     first, every = (run(show, flag).output for flag in ("--help", "--help-all"))
-    assert "--run TEXT      A folder. [default: new]\n" in first and "--zero" in first
+    assert "A folder. [default: new]  [x>=0]\n" in first and "--zero" in first
+    assert "file" not in first.lower().partition("options:")[2] and "of all 5 options" in first
     assert not any(option in first for option in ("--trace", "--group-cap", "--timeout", "Or a name"))
     order = "Options:", "Record.", "Or a name", "Composition options:", "--zero", "--group-cap", "Job options:"
     places = [every.index(text) for text in (*order, "--timeout")]

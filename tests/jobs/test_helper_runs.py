@@ -12,7 +12,7 @@ from mpi_harness.launch import Job, mpiexec
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.checkpoints.format.folder import find_checkpoint
-from spmd_engine.engine import helpers
+from spmd_engine.engine import helper_job
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.signals import StopFlag
 from support.command_line import QUIET, TEXT
@@ -64,7 +64,7 @@ def test_a_signal_to_a_helper_rank_ends_the_run_after_a_save(tmp_path, monkeypat
             self.receive(signal.SIGTERM)
             return super().__enter__()
 
-    monkeypatch.setattr(helpers, "StopFlag", Told)
+    monkeypatch.setattr(helper_job, "StopFlag", Told)
     config = config_of(EXPERTS, tmp_path)
     helped = config.with_options(assign=f"{last_layer(config)}:rank2")
     with pytest.raises(SystemExit, match="143"):

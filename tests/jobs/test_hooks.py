@@ -11,7 +11,7 @@ import spmd_engine
 from spmd_engine import Mesh, Run, TrainConfig, run_threads
 from spmd_engine.adaptive.shape_changes import ShapeChanges
 from spmd_engine.jobs.run_job import CommonChoices
-from spmd_engine.planning.first_step_check import FirstStepCheck, first_step_check
+from spmd_engine.planning.dry_run.first_step_check import FirstStepCheck, first_step_check
 from spmd_engine.training import Hook
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.observers import Observer, Observers

@@ -14,7 +14,7 @@ from spmd_engine.engine import AdamW
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.models import gpt
+from spmd_engine.models import Mixture, gpt
 from spmd_engine.models.mlp import deep_mlp
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
@@ -126,6 +126,22 @@ def test_equal_layers_are_run_once_and_counted_each_time():
     one, six = (analyze(deep_mlp(n, 16), {"data": 1}, **SIZES).of_rank(0) for n in (2, 12))
     assert six.flops == 6 * one.flops
     assert six.saved["block5/pair"] == one.saved["block0/pair"] > 0
+
+
+def test_ranks_without_experts_execute_passes_when_the_others_do():
+    """They communicate inside layers, but gradients of other parameters exist from the first micro-batch on."""
+    model = gpt(replace(tiny.SIZE, mixture=Mixture(3)))
+    one, two = (
+        analyze(model, {"expert": 4}, ParallelConfig(zero=2), batch_size=4 * count, micro_batches=count)
+        for count in (1, 2)
+    )
+
+    def rows_sent(analysis, rank):
+        lines = analysis.of_rank(rank).ledger().items()
+        return sum(calls for (operation, _, _), (calls, _, _) in lines if operation == "all_to_all")
+
+    assert [rows_sent(two, rank) for rank in range(4)] == [2 * rows_sent(one, rank) for rank in range(4)]
+    assert rows_sent(one, 3) > 0
 
 
 def test_shards_describe_the_parameters_of_a_rank():

@@ -10,9 +10,8 @@ from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search import plan_search as module
-from spmd_engine.planning.search import relaxation
-from spmd_engine.planning.search.budget import SIMULATION, Budget
-from spmd_engine.planning.search.improve import improved
+from spmd_engine.planning.search import reasons
+from spmd_engine.planning.search.improve import SIMULATION, Budget, improved
 from spmd_engine.planning.search.search import Limits
 
 SMALL = gpt(GPTSize(layers=2, width=32, heads=2, context=16, vocabulary=64))
@@ -108,13 +107,13 @@ def test_a_plan_does_not_depend_on_the_time_that_it_takes(limits, budgets):
 
 def test_a_conflict_contains_a_limit_that_the_closest_plan_breaks(monkeypatch):
     """Sets of constraints that the closest plan keeps are not searched."""
-    searched, is_possible = [], relaxation._is_possible
+    searched, is_possible = [], reasons._is_possible
 
     def recorded(model, space, limits, budget):
         searched.append(limits.names)
         return is_possible(model, space, limits, budget)
 
-    monkeypatch.setattr(relaxation, "_is_possible", recorded)
+    monkeypatch.setattr(reasons, "_is_possible", recorded)
     given = replace(request(20.0, fallback=()), limits=Limits(memory=1 << 30, latency=1e-9))
     assert find_plan(given).conflict.constraints == ("latency",)
     assert searched == [["latency"]]

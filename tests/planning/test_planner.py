@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import spmd_engine
-from spmd_engine.cli.plan.compare import steps_of
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPT_SIZES, GPTSize, gpt
 from spmd_engine.models.names import build_model
+from spmd_engine.observability.run_prediction import steps_of
 from spmd_engine.planning import analyze, plan
 from spmd_engine.planning.explain import explain
 from spmd_engine.planning.machine.files import read_machine
@@ -185,6 +185,16 @@ def test_a_sequence_is_sharded_where_an_axis_is_named():
     assert found == {(("context", 2),)}
 
 
+def test_a_plan_keeps_the_options_that_it_does_not_search_and_its_command_has_them():
+    base = ParallelConfig(context_method="ulysses", compress="bfloat16", group_cap=1 << 20)
+    fixed = {"mesh": {"context": 2}, "micro_batches": 1, "zero": 0, "recompute": "none"}
+    result = find_plan(Request(SMALL, read_machine("a100"), [2], [8], base=base, fixed=fixed))
+    composition = result.plan.candidate.composition(base)
+    assert (composition.context_method, composition.compress) == ("ulysses", "bfloat16")
+    words = "--context-method ulysses", "--compress bfloat16", "--group-cap 1048576"
+    assert all(word in result.command for word in words), result.command
+
+
 def test_a_plan_that_just_fits_is_found(least):
     """Though its estimate is a little above what its step needs."""
     assert find_plan(request_for(least)).evaluation.analysis.peak_bytes == least
@@ -247,11 +257,11 @@ def test_a_file_of_a_gpt_s_sizes_is_a_model(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt-nano", "gpt-moe-nano"])
-def test_nine_questions_are_answered(name):
+def test_eight_questions_are_answered(name):
     limits = Limits(memory=30 * 2**20)
     subject, answers = explain(Request(build_model(name), read_machine("a100"), [4], [16], limits=limits))
     assert subject.startswith(f"{name}, ") and "batch 16, on 4 ranks of machine a100: data=4 (no --mesh" in subject
-    assert len(answers) == len({each["question"] for each in answers}) == 9
+    assert len(answers) == len({each["question"] for each in answers}) == 8
     assert all(each["answer"] for each in answers)
     json.dumps(answers)
     by_question = {each["question"]: each["data"] for each in answers}

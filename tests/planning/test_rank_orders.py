@@ -15,7 +15,7 @@ from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind,
 from spmd_engine.planning.plan_result import PlanFile, Request
 from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search import rank_order
-from spmd_engine.planning.search.budget import Budget
+from spmd_engine.planning.search.improve import Budget
 from spmd_engine.planning.search.placement import Tasks, annealed, evolved
 from spmd_engine.planning.search.rank_order import RankOrders, best_orders, proposed_orders
 from spmd_engine.planning.simulator.simulation import simulate

@@ -12,8 +12,7 @@ import click
 
 from spmd_engine.arrays.precision import FLOATS
 from spmd_engine.axes import count_ranks
-from spmd_engine.cli.options import LongCommand, Quantity, options_of, values_given
-from spmd_engine.cli.plan.compare import compare_run
+from spmd_engine.cli.options import LongCommand, Quantity, options_of, rare_option, values_given
 from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan, print_precisions
 from spmd_engine.engine.state.assignment import parse_division
 from spmd_engine.errors import UsageError
@@ -21,6 +20,7 @@ from spmd_engine.files import check_ending, output_file
 from spmd_engine.jobs.resolve import LORA, request_for, unplanned
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import IMAGES
+from spmd_engine.observability.run_prediction import compare_run
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.model_file import planned_model
@@ -55,18 +55,18 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
     "--memory", metavar="SIZE", type=_SIZE, help="Most memory of a rank, such as 24GiB. [default: as the machine has]"
 )
 @click.option("--latency", metavar="TIME", type=_TIME, help="Longest step, such as 100ms.")
-@click.option("--bandwidth", metavar="SIZE", type=_SIZE, help="Most that a rank sends a second, such as 1GB/s.")
-@click.option("--compute", metavar="TIME", type=_TIME, help="Longest computation of a rank in a step.")
+@rare_option("--bandwidth", metavar="SIZE", type=_SIZE, help="Most that a rank sends a second, such as 1GB/s.")
+@rare_option("--compute", metavar="TIME", type=_TIME, help="Longest computation of a rank in a step.")
 @click.option("--fewer", is_flag=True, help="Consider fewer ranks, too.")
-@click.option("--seconds", metavar="TIME", type=_TIME, default=20.0, show_default=True, help="Time for the search.")
-@click.option(
+@rare_option("--seconds", metavar="TIME", type=_TIME, default=20.0, show_default=True, help="Time for the search.")
+@rare_option(
     "--placement",
     type=click.Choice(PLACEMENTS),
     default="auto",
     show_default=True,
     help="How ranks of unequal nodes are placed on the mesh: by simulations, as listed, or by costs of single ranks.",
 )
-@click.option(
+@rare_option(
     "--fallback",
     metavar="split,offload,assign|none",
     default=",".join(FALLBACKS),
@@ -74,13 +74,13 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
     help="What a plan may do where nothing else fits: split the layers of a pipeline stage over more ranks than those "
     "of others, offload, or assign layers of a rank that lacks memory to a helper rank.",
 )
-@click.option("--axes", metavar="AXIS,...", help="Mesh axes to consider. [default: all that suit the model]")
+@rare_option("--axes", metavar="AXIS,...", help="Mesh axes to consider. [default: all that suit the model]")
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the plan to FILE."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a page.")
 @click.option("--compare", metavar="RUN", help="Compare the trace of a run (train --trace) with its prediction.")
-@click.option(
+@rare_option(
     "--timeline",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
@@ -120,7 +120,8 @@ def plan(what: str | None, **options: Any) -> None:
         return
     if options["compare"]:
         code = values_given(options).get("model")
-        print_comparison(compare_run(options["compare"], options["machine"], code), options["as_json"])
+        comparison = compare_run(options["compare"], options["machine"], code)
+        click.echo(json.dumps(comparison.as_json())) if options["as_json"] else print_comparison(comparison)
         return
     for option in ("output", "timeline"):
         if options[option]:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import click
 from rich.console import Console
 from rich.table import Table
 
@@ -218,13 +217,8 @@ def print_fixed(result: PlanResult) -> None:
     print_picture(draw_step(result.evaluation.prediction, result.evaluation.analysis.ranks), console)
 
 
-def print_comparison(comparison: TraceComparison, as_json: bool) -> None:
+def print_comparison(comparison: TraceComparison) -> None:
     """Print a measured step compared with the predicted one."""
-    if as_json:
-        import json
-
-        click.echo(json.dumps(comparison.as_json()))
-        return
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{comparison.run}: a step takes {readable_seconds(comparison.measured.seconds)}, "

@@ -15,19 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.agreement.signature import (
-    ALIKE,
-    DEVICE,
-    HOST,
-    KNOWN,
-    MOST,
-    SAME,
-    NumberedCall,
-    Signature,
-    Signatures,
-    disseminate,
-    room,
-)
+from spmd_engine.comm.agreement.signature import NumberedCall, Signature, Signatures, common, disseminate, room
 from spmd_engine.comm.connections import Connections
 from spmd_engine.comm.exchange import AGREEMENT, EXPLANATION, exchange, tag
 from spmd_engine.comm.pending import RanksEnded, Steps
@@ -116,8 +104,7 @@ class Agreement:
             row = b"".join(data) if len(set(map(len, data))) == 1 else b""
         lane, message_tag, limit = lanes.lane if lanes else comm, tag(number, AGREEMENT), tuning.with_agreement
         words, rows = yield from disseminate(lane, words, row, message_tag, most=limit, copies=broadcasts, ended=ended)
-        same, alike, sizes_known = (bool(words[i] == -words[i + 1]) for i in (SAME, ALIKE, KNOWN))
-        sizes_known, host, most = sizes_known and words[KNOWN] >= 0, bool(words[HOST]), int(words[MOST])
+        same, alike, sizes_known, host, device, most = common(words)
         if not same or signature.operation == "refuse":
             yield from self._explain(signature, number, x)
         root = signature
@@ -130,7 +117,7 @@ class Agreement:
             rows = None
         shape, dtype = root.array_type
         blocks = [np.frombuffer(row, dtype, prod(shape)).reshape(shape) for row in rows or ()]
-        return Agreed(alike, sizes_known, host, most, blocks, root, entries, device=bool(words[DEVICE] == 0))
+        return Agreed(alike, sizes_known, host, most, blocks, root, entries, device=device)
 
     def _explain(self, signature: Signature, number: int, x: Array | None) -> Steps:
         """Raise the same error on all ranks if their calls differ or a rank cannot make its call: each rank sends its

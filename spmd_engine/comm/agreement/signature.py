@@ -20,7 +20,7 @@ from spmd_engine.comm.pending import RanksEnded, Steps
 
 MAX_DIMS = 16
 #: Indices in ``Signature.words``. Each of the first three is followed by its negative.
-SAME, ALIKE, KNOWN, HOST, DEVICE, MOST, ENDED = 0, 2, 4, 6, 7, 8, 9
+_SAME, _ALIKE, _KNOWN, _HOST, _DEVICE, _MOST, _ENDED = 0, 2, 4, 6, 7, 8, 9
 _FORMAT = 2  # of marshal: equal values give equal bytes, and ``loads`` ignores bytes after them
 _DIGITS = 15  # most bytes of a marshalled number
 _LENGTH = 8  # bytes that hold the length of a row of ``copies``
@@ -138,6 +138,13 @@ def number_of(values: tuple) -> int:
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little") >> 2
 
 
+def common(words: np.ndarray) -> tuple[bool, bool, bool, bool, bool, int]:
+    """What the maximum of all ranks' ``words`` says: whether all make the same call; alike, sizes_known, host, device
+    and most as in ``Agreed``."""
+    same, alike, known = (bool(words[i] == -words[i + 1]) for i in (_SAME, _ALIKE, _KNOWN))
+    return same, alike, known and bool(words[_KNOWN] >= 0), bool(words[_HOST]), not words[_DEVICE], int(words[_MOST])
+
+
 class NumberedCall(NamedTuple):
     """A signature with the number of the call in its group, counted from 1."""
 
@@ -192,7 +199,7 @@ def disseminate(
     capacity = words.nbytes + max(most, _LEAST, 0 if copies else n * len(row))
     for distance in (1 << i for i in range((n - 1).bit_length())):
         if ended is not None:
-            words[ENDED] = 1 + max(ended.ranks)
+            words[_ENDED] = 1 + max(ended.ranks)
         count = min(distance, n - distance)
         rows_sent = len(row).to_bytes(_LENGTH, "little") + row if copies else b"".join(rows[:count])
         message = np.frombuffer(words.tobytes() + rows_sent, np.uint8)
@@ -212,14 +219,14 @@ def disseminate(
         if copies:
             length = int.from_bytes(incoming[words.nbytes : words.nbytes + _LENGTH].tobytes(), "little")
             row = incoming[words.nbytes + _LENGTH :][:length].tobytes() if not row and length < capacity else row
-        elif row and (words[:KNOWN] == their_words[:KNOWN]).all():
+        elif row and (words[:_KNOWN] == their_words[:_KNOWN]).all():
             data, size = incoming[words.nbytes :].tobytes(), len(row)
             rows += [data[i * size : (i + 1) * size] for i in range(count)]
         np.maximum(words, their_words, out=words)
     if ended is not None:
         raise ended
-    if words[ENDED]:
-        raise RanksEnded([int(words[ENDED]) - 1])
+    if words[_ENDED]:
+        raise RanksEnded([int(words[_ENDED]) - 1])
     if copies:
         return words, [row]
     return words, [rows[(ranks.rank - r) % n] for r in range(n)] if row and len(rows) == n else None

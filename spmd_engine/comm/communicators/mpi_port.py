@@ -13,7 +13,7 @@ _JOINING = 32763  # a tag of messages between them
 
 
 class MPIPort:
-    """A Port between two jobs of MPI: opened, or, with a ``name``, that of the other job.
+    """A Port between two jobs of MPI, as ``ThreadPort``: opened, or, with a ``name``, that of the other job.
 
     A thread waits for the other rank, up to ``timeout`` seconds, as MPI waits only inside a call.
     """

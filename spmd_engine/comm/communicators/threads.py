@@ -296,7 +296,10 @@ def solo(progress: Progress | None = None) -> ThreadCommunicator:
 
 
 class ThreadPort:
-    """A Port between virtual ranks of two ``run_threads`` in one process; ``other``: the open one to connect with."""
+    """A Port between virtual ranks of two ``run_threads`` in one process; ``other``: the open one to connect with.
+
+    ``name``: by which the other rank connects.
+    """
 
     def __init__(self, fabric: _Fabric, timeout: float, other: ThreadPort | None = None) -> None:
         self._fabric, self._until = fabric, time.monotonic() + timeout
@@ -311,17 +314,21 @@ class ThreadPort:
             self.merged.link(each)
 
     def is_connected(self) -> bool:
+        """Whether both ranks are here; never blocks. Raises UsageError if the other one did not come in time."""
         if self.merged is None and time.monotonic() > self._until:
             raise UsageError("they did not connect in time")
         return self.merged is not None
 
     def send(self, text: str) -> None:
+        """Send a text to the other rank."""
         self._sent.append(text)
 
     def receive(self) -> str | None:
+        """The text that the other rank has sent; None before it arrives."""
         return self._received.popleft() if self._received else None
 
     def close(self) -> None:
+        """End its use; waits for an attempt to connect."""
         _ports.pop(self.name, None)
 
 

@@ -16,7 +16,7 @@ from spmd_engine.requirements import Case, effect_if, requirement
 
 KINDS = ("optimizer", "parameters", "activations")
 #: By the name of ``--offload-to``: what makes the target of a rank, of a folder and the backend of its arrays.
-TARGETS: dict[str, type[FileTarget | HostTarget]] = {"disk": FileTarget, "host": HostTarget}
+TARGETS: dict[str, type[OffloadTarget]] = {"disk": FileTarget, "host": HostTarget}
 
 
 @dataclass(frozen=True)

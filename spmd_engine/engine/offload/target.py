@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from spmd_engine.arrays.backend import CPU, Backend
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.errors import UsageError
 from spmd_engine.units import readable_bytes
@@ -58,7 +59,8 @@ class OffloadTarget(ABC):
     def write(self, offset: int, view: memoryview) -> int:
         """As ``read``, in the other direction."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str = ".", backend: Backend = CPU) -> None:
+        """A target in this folder, of ``--offload-dir``, for arrays of the backend: a subclass uses what it needs."""
         self._end, self._free, self._lock = 0, dict[int, list[int]](), RLock()
         #: of a piece each, for reads and writes, while nothing uses them
         self.buffers = deque[np.ndarray]()

@@ -339,7 +339,9 @@ class StoredEngine(ShardedEngine):
     def new_state(self, like: Array) -> Array:
         if "optimizer" in self.store.offload.kinds:
             return self.store.offloaded(*like.shape, dtype=like.dtype, backend=self.backend)
-        return self.backend.xp.zeros(like.shape, accumulated_in(like.dtype))
+        if isinstance(like, OffloadedArray):
+            return self.backend.xp.zeros(like.shape, accumulated_in(like.dtype))
+        return super().new_state(like)
 
     def decays(self, key: str) -> bool:
         return key.endswith("/decayed")  # the name of a segment

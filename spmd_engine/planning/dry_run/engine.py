@@ -364,6 +364,7 @@ class RecordedLayer(Layer):
         self._chunk = chunks.get(name)
         self.side_outputs = layer.side_outputs
         self._computed: set[int] = set()
+        self._is_repeated = False  # whether gradients of its weights were computed before, of another micro-batch
 
     def _phase(self, phase: str, micro_batch: int) -> Any:
         return self._recorder.phase(Phase(f"{self._name} {phase}", self._name, phase, micro_batch, self._chunk))
@@ -422,7 +423,9 @@ class RecordedLayer(Layer):
         with self._phase(Phases.BACKWARD_WEIGHTS, saved.micro_batch):
             saved.names += ("weights",)
             sums = GradientSums(stand_ins(g._arrays), g._full_names, {g._full_names[name] for name in without_gradient})
-            layer_pass = self._passes.find(saved.call, saved.names, without_gradient, sums)
+            # Ranks that hold other parameters, as no experts, execute a pass when the others do: they communicate.
+            repeated, self._is_repeated = self._is_repeated and bool(self._passes.samples), True
+            layer_pass = self._passes.find(saved.call, saved.names, (without_gradient, repeated), sums)
             saved.under_way = self._recorder.repeat(layer_pass, saved.under_way)
             saved.keep(layer_pass, {})
         for name in layer_pass.touched:

@@ -37,7 +37,7 @@ from spmd_engine.planning.dry_run.step_analysis import (
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimator
 from spmd_engine.planning.search.layer_costs import LayerCosts, ShardedLayers, ZeroComm, between, repeated_layers
-from spmd_engine.planning.search.search_space import BATCH, PIPE, STORED, SUMMED, Axes, Candidate, first_group
+from spmd_engine.planning.search.search_space import BATCH, PIPE, REPLICAS, STORED, SUMMED, Axes, Candidate, first_group
 from spmd_engine.planning.search.shares import stage_slowdowns
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
@@ -96,8 +96,13 @@ class CostModel:
         """The estimator of a candidate, or of its ``first`` bound; None if the model cannot be sharded by it."""
         samples = candidate.batch_size // candidate.micro_batches
         key = candidate.axes, samples, candidate.sequence_parallel, candidate.recompute, candidate.zero, first
-        found = self.once(("sharded", *key), lambda: self._sharded(candidate, first))
-        return Estimator(self, candidate, *found, self._slowdowns(candidate)) if found is not None else None
+        if key not in self._results:  # not by ``once``: this is called for each bound
+            self._results[key] = self._sharded(candidate, first)
+        found = self._results[key]
+        if found is None:
+            return None
+        layers, update = found
+        return Estimator(self, candidate, layers, update, self._slowdowns(candidate))
 
     def check_layers(self) -> None:
         """Raise the error of a candidate if no candidate could be analyzed: the layers themselves are wrong."""
@@ -117,7 +122,7 @@ class CostModel:
         repeated = self.once(("repeated", recompute), lambda: repeated_layers(self.model, recompute))
         key = "layers", id(costs), recompute
         layers = self.once(key, lambda: ShardedLayers(self.model, costs, repeated))
-        stored = self.group(candidate.axes, STORED)
+        _, stored, _, _ = self.groups(candidate.axes)
         # a bound on work does not bound what hides ZeRO's gathers; ZeRO-1 sends nothing per micro-batch
         if first or candidate.zero < 2 or len(stored) == 1 or self.is_by_copy(candidate):
             return layers, update
@@ -132,13 +137,15 @@ class CostModel:
             return None
         return self.once(("slowdowns", *key), lambda: stage_slowdowns(self.machine, by_node, candidate, given))
 
-    def group(self, axes: Axes, over: tuple[str, ...]) -> HashedOnce:
-        """The ranks of the first group over some of a mesh's axes."""
-        return self.once(("group", axes, over), lambda: first_group(axes, over))
+    def groups(self, axes: Axes) -> tuple[HashedOnce, ...]:
+        """The ranks of a mesh's first group over SUMMED, STORED, REPLICAS, and axis pipe."""
+        if axes not in self._results:
+            self._results[axes] = tuple(first_group(axes, over) for over in (SUMMED, STORED, REPLICAS, (PIPE,)))
+        return self._results[axes]
 
     def is_by_copy(self, candidate: Candidate) -> bool:
         """Whether ranks that sum gradients move the bytes themselves."""
-        summed = self.group(candidate.axes, SUMMED)
+        summed = self.groups(candidate.axes)[0]
         return self.once(("by copy", summed), lambda: self.collectives.of("all_reduce", summed, 1.0).works)
 
     def zero_comm(self, layers: ShardedLayers, ranks: HashedOnce) -> ZeroComm:

@@ -20,7 +20,7 @@ from spmd_engine.engine.offload.config import Offload
 from spmd_engine.engine.offload.target import PIECE
 from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.planning.search.layer_costs import ShardedLayers, StageSums
-from spmd_engine.planning.search.search_space import PIPE, REPLICAS, STORED, SUMMED, Candidate
+from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.planning.simulator.collective_time import Duration
 from spmd_engine.planning.simulator.slots import Slots
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, peak_memory
@@ -101,9 +101,7 @@ class Estimator:
         """``update``: seconds of the optimizer per element; ``slowdowns``: of each stage on unequal nodes."""
         self.model, self.candidate, self.m, self.pipe = model, candidate, candidate.micro_batches, candidate.pipe
         self.layers, self.update, self.slowdowns = layers, update, slowdowns
-        self.summed, self.stored, self.replicas, stages = (
-            model.group(candidate.axes, over) for over in (SUMMED, STORED, REPLICAS, (PIPE,))
-        )
+        self.summed, self.stored, self.replicas, stages = model.groups(candidate.axes)
         self.shards = len(self.stored)  #: of ZeRO
         self.next_stage = stages[1] if self.pipe > 1 else 1  #: the distance to the rank of the next stage
         self.itemsize = model.dtype.itemsize

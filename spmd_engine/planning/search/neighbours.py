@@ -64,23 +64,24 @@ def with_order(plans: PlanSearch, candidate: Candidate) -> Iterator[Candidate]:
     """The candidate with ranks in the order that is fastest by simulation, and with stages for that order; none unless
     it is faster by more than LEAST_GAIN."""
     request, plan = plans.request, plans.plan(candidate)
-    orders, listed = RankOrders(request.machine.with_ranks(candidate.ranks), candidate.mesh), range(candidate.ranks)
+    orders = RankOrders(request.machine.with_ranks(candidate.ranks), candidate.mesh)
     given = request.placement == "order" or request.base.rank_order is not None
     if plan.evaluation is None or given or not orders.matter or not 1 < candidate.ranks <= MOST_RANKS:
         return
-    budget, left = plans.budget.part(most=plans.orders_left), plans.budget.left
-    few, stages, searched = orders.few(), request.fixed.get("stages"), request.placement == "auto"
+    listed, few, stages = tuple(range(candidate.ranks)), orders.few(), request.fixed.get("stages")
+    searched, left = request.placement == "auto", plans.budget.left
+    budget = plans.budget.part(most=plans.orders_left) if searched else plans.budget
 
     def in_order(order: Order, **changes: Any) -> Candidate:
-        return replace(candidate, order=None if order == tuple(listed) else order, **changes)
+        return replace(candidate, order=None if order == listed else order, **changes)
 
     def divided(order: Order) -> Estimate | None:
         return plans.estimate(in_order(order, stages=stages))
 
     def near(other: Candidate) -> Iterator[Candidate]:
-        order = other.order or tuple(listed)
         if not searched:
             return
+        order = other.order or listed
         if (estimate := divided(order)) is not None:
             yield estimate.candidate
         yield from (in_order(each, stages=other.stages) for each in few or orders.near(order))
@@ -135,7 +136,7 @@ def with_other_choice(
         others = []
         for option in options:
             changed = {name: option, "stages": None} | ({"chunks": 1} if name == "schedule" else {})
-            other = replace(without_shares(candidate), **changed)
+            other = replace(candidate.plain, **changed)
             if other in possible and (estimate := plans.estimate(other)) is not None:
                 others.append((option, estimate))
         if others:
@@ -157,11 +158,6 @@ def _best_of_strategy(plans: PlanSearch, space: SearchSpace, zeros: Sequence[int
     fitting = [plan for plan in found if not limits.broken(plan)]
     goal = plans.request.goal if fitting else "memory"
     return min(fitting or found, key=lambda plan: objective(goal, plan), default=None)
-
-
-def without_shares(candidate: Candidate) -> Candidate:
-    """The candidate with even shares of samples and state, and ranks as the machine lists them."""
-    return replace(candidate, shares=None, state_shares=None, order=None)
 
 
 def _list_options(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:

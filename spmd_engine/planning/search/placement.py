@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from math import exp
+from math import exp, inf
 from random import Random
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.model_shards import ModelShard
 from spmd_engine.planning.machine.machine import NodeCapabilities
+from spmd_engine.planning.search.improve import Budget, improved
 
 Places = tuple[int, ...]  #: the node of each task
 
@@ -191,14 +192,8 @@ def _change_at_random(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: 
 
 def _descend(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places) -> Places:
     """The local optimum that moves of single groups reach."""
-    cost, better = tasks.cost(current), True
-    while better:
-        better = False
-        for candidate in _list_moves(tasks, groups, current):
-            if tasks.fits(candidate) and (candidate_cost := tasks.cost(candidate)) < cost * (1 - 1e-12):
-                current, cost, better = candidate, candidate_cost, True
-                break
-    return current
+    near = lambda places: filter(tasks.fits, _list_moves(tasks, groups, places))
+    return improved([current], near, lambda places: (tasks.cost(places),), Budget(inf))[0]
 
 
 def _list_moves(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places) -> Iterator[Places]:

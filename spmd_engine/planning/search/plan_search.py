@@ -22,10 +22,9 @@ from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
-from spmd_engine.planning.search.budget import SIMULATION, Budget
 from spmd_engine.planning.search.cost_model import with_even_vocabulary
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.improve import improved
+from spmd_engine.planning.search.improve import SIMULATION, Budget, improved
 from spmd_engine.planning.search.neighbours import (
     differences,
     helped_stages,
@@ -34,10 +33,15 @@ from spmd_engine.planning.search.neighbours import (
     with_order,
     with_other_choice,
     with_shares,
-    without_shares,
 )
-from spmd_engine.planning.search.reasons import gain_of_order, gains_of_choices, gains_of_shares
-from spmd_engine.planning.search.relaxation import Conflict, conflict_of, relaxed
+from spmd_engine.planning.search.reasons import (
+    Conflict,
+    conflict_of,
+    gain_of_order,
+    gains_of_choices,
+    gains_of_shares,
+    relaxed,
+)
 from spmd_engine.planning.search.search import (
     LIMITS,
     SHOWN_PLANS,
@@ -52,10 +56,11 @@ from spmd_engine.planning.search.search_space import Candidate, SearchSpace, bro
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, evaluate_step
 from spmd_engine.units import readable_bytes, readable_seconds
 
-EVALUATIONS = 150_000  #: of a request, as ``Budget`` counts them
+EVALUATIONS = 450_000  #: of a request, as ``Budget`` counts them
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
 ORDER_SHARE = 0.25  #: share of the evaluations for trying orders of unequal ranks
-OFFLOAD_SHARE = 0.5  #: share of the budget that is kept for a second search, with offloading
+FIRST_SHARE = 0.75  #: share of the budget for the search without offloading, if one with it may follow
+OFFLOAD_SHARE = 0.5  #: share of what is left for a search with offloading where nothing fits without
 CLOSEST_SHARE = 0.25  #: share of what is left for simulating the closest plans
 MOST_CLOSEST = 16_000  #: evaluations of the search for them
 MOST_SEARCHES = 4  #: searches at most; each corrects the limits by the errors of the estimates before
@@ -94,6 +99,7 @@ class PlanSearch:
             order=request.base.order,
             offload=(request.base.offload,),
             overlap=overlap,
+            context_method=request.base.context_method,
             **request.fixed,
         )
         self.model = request.cost_model()
@@ -184,11 +190,12 @@ class PlanSearch:
         request, budget = self.request, self.budget
         allowed = list(request.fallback or ())
         may_offload = "offload" in allowed and request.base.offload is None
-        result, explain = self._find(self.space, budget.part(1 - OFFLOAD_SHARE * may_offload))
+        result, explain = self._find(self.space, budget.part(FIRST_SHARE if may_offload else 1))
         if result.plan is not None:
             recomputes = result.plan.candidate.recompute != "none"
-            other = self._with_offload(result, budget)[0] if recomputes and may_offload else None
-            return other if other is not None and other.plan is not None else result
+            other = self._with_offload(result, budget)[0] if recomputes and may_offload and budget.left else None
+            found = [each for each in (other, result) if each is not None and each.plan is not None]
+            return min(found, key=lambda each: self._goal_of(each.search.best[0]))
         forbidden = [name for name in FALLBACKS if request.fallback is not None and name not in allowed]
         # What is left in the end is for the reason; each try gets as much as each phase that follows.
         phases = {name: n for names in (allowed, forbidden) for n, name in enumerate(reversed(names), 2)}
@@ -211,7 +218,7 @@ class PlanSearch:
     def _with_offload(self, without: PlanResult, budget: Budget) -> tuple[PlanResult | None, Explain]:
         """The result if a plan may offload; None if the base says what is offloaded."""
         if self.request.base.offload is not None:
-            return None, lambda: without.conflict or Conflict(())
+            return None, Conflict
         space = replace(self.space, offload=(None, *offloads_on(self.request.machine)))
         result, explain = self._find(space, budget)
         offload = result.plan.candidate.offload if result.plan is not None else None
@@ -290,7 +297,7 @@ class PlanSearch:
         others: dict[Candidate, list[tuple[str, Estimate | None]]] = {}
 
         def choices(candidate: Candidate) -> list[tuple[str, Estimate | None]]:
-            even = replace(without_shares(candidate), stages=None)
+            even = replace(candidate.plain, stages=None)
             if even not in others:
                 others[even] = list(with_other_choice(self, space, even))
             return others[even]
@@ -310,7 +317,7 @@ class PlanSearch:
             found = replace(found, reached=reached, bound=reached if found.complete else min(reached, found.bound))
         simulated: dict[Candidate, Estimate] = {}
         for plan in plans:
-            simulated.setdefault(without_shares(plan.candidate), plan)
+            simulated.setdefault(plan.candidate.plain, plan)
         reasons = [
             *gain_of_order(chosen, plans),
             *gains_of_shares(chosen, self.plans),

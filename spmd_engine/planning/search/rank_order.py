@@ -11,8 +11,7 @@ import numpy as np
 from spmd_engine.planning.dry_run.model_shards import model_shards
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.budget import Budget
-from spmd_engine.planning.search.improve import Score, improved
+from spmd_engine.planning.search.improve import Budget, Score, improved
 from spmd_engine.planning.search.placement import Tasks, annealed, assigned, bytes_between, evolved, first_fit
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
 

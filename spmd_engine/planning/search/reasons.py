@@ -1,20 +1,28 @@
-"""Why a plan is chosen: what each choice gains over the nearest alternatives."""
+"""Why a plan is chosen; and why nothing fits: constraints that cannot be kept together, and what would help."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import combinations, takewhile
+from typing import TYPE_CHECKING
 
+from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.neighbours import without_shares
-from spmd_engine.planning.search.search import Limits
-from spmd_engine.planning.search.search_space import Candidate
+from spmd_engine.planning.search.improve import Budget
+from spmd_engine.planning.search.search import LIMITS, Limits, constraint_text, search
+from spmd_engine.planning.search.search_space import Candidate, SearchSpace, broken_choices
+
+if TYPE_CHECKING:
+    from spmd_engine.planning.plan_result import Request
+
+# --- What each choice of a plan gains over the nearest alternatives
 
 
 def gain_of_order(chosen: Estimate, plans: Sequence[Estimate]) -> Iterator[str]:
     """What the order of ranks gains over that of the machine."""
-    usual = replace(without_shares(chosen.candidate), stages=None)
-    alike = [plan for plan in plans if replace(without_shares(plan.candidate), stages=None) == usual]
+    usual = replace(chosen.candidate.plain, stages=None)
+    alike = [plan for plan in plans if replace(plan.candidate.plain, stages=None) == usual]
     others = [plan.seconds for plan in alike if plan.candidate.order is None]
     if chosen.candidate.order and others:
         slower, order = min(others) / chosen.seconds - 1, ",".join(map(str, chosen.candidate.order))
@@ -42,7 +50,7 @@ def gains_of_choices(
         if estimate is None:
             yield f"{choice}: the model or the batch cannot be sharded so"
             continue
-        other = simulated.get(without_shares(estimate.candidate), estimate)
+        other = simulated.get(estimate.candidate.plain, estimate)
         yield _explain_gain(choice, chosen, other, limits) + ("" if other.simulated else " (an estimate)")
 
 
@@ -56,3 +64,122 @@ def _explain_gain(choice: str, chosen: Estimate, other: Estimate, limits: Limits
     largest_gain = max(gains, key=lambda part: gains[part])
     cause = f", most of it {largest_gain}" if slower > 0.002 and gains[largest_gain] > 0 else ""
     return f"{choice}: that would take {slower:+.1%} time{cause}, and {larger:+.1%} memory"
+
+
+# --- The smallest set of constraints that cannot be kept together, and what would help
+
+
+MORE = (2, 4, 8)  #: factors by which ranks are increased, or the batch is reduced, if that constraint is given up
+MOST_EVALUATIONS = 4_000  #: of each search
+SIZES = ("ranks", "batch_size")  #: constraints that every request has
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Constraints that cannot be kept together, while each smaller set of them can; or, if not ``decided``, constraints
+    for which no plan was found before its budget was spent."""
+
+    constraints: Sequence[str] = ()
+    #: for a constraint that is given up, what a plan needs instead, as text, and the plan; the smallest change first
+    relaxations: Mapping[str, tuple[str, Estimate]] = field(default_factory=dict)
+    nearest: Estimate | None = None  #: the plan closest to the limits that keeps all other constraints
+    decided: bool = True
+    helps: str = ""  #: the option with which a given mesh would keep the limits
+
+
+def conflict_of(
+    model: CostModel,
+    request: Request,
+    space: SearchSpace,
+    limits: Limits,
+    budget: Budget,
+    known: Sequence[Estimate] = (),
+) -> Conflict:
+    """Why nothing fits. Sets of constraints are tried, the smallest first, each by a search that ends with the first
+    plan that keeps them; none if one of the ``known`` plans of the space does. When the budget is spent, a part of the
+    set may be a conflict as well, and relaxations may lack."""
+    names = _names(request, limits)
+    broken = [limits.broken(plan) | broken_choices(plan.candidate, request.fixed) for plan in known]
+    sets = (subset for size in range(1, len(names)) for subset in combinations(names, size))
+    sets = (subset for subset in sets if all(names_of_plan & set(subset) for names_of_plan in broken))
+    tried = takewhile(lambda _: budget.left > 0, sets)
+    possible = lambda subset: _is_possible(model, *_keep_only(request, space, limits, subset), budget)
+    smallest = next((subset for subset in tried if not possible(subset)), names)
+    relaxations = sorted(_relax(model, request, space, limits, smallest, budget), key=lambda found: found[0])
+    return Conflict(smallest, {name: (text, plan) for _, name, text, plan in relaxations})
+
+
+def _names(request: Request, limits: Limits) -> list[str]:
+    return [*limits.names, *request.fixed, *(name for name in SIZES if name not in request.fixed)]
+
+
+def _is_possible(model: CostModel, space: SearchSpace, limits: Limits, budget: Budget) -> bool:
+    """Whether any plan of the space keeps the limits; True also if the budget was spent."""
+    result = search(model, space, limits, _easiest_goal(limits), _part(budget), front=False, first=True)
+    return bool(result.best) or not result.complete
+
+
+def _part(budget: Budget) -> Budget:
+    return budget.part(most=MOST_EVALUATIONS)
+
+
+def _easiest_goal(limits: Limits) -> str:
+    """The goal by which a search finds a plan within the limits soonest."""
+    return "memory" if limits.memory is not None else "latency"
+
+
+def _keep_only(
+    request: Request, space: SearchSpace, limits: Limits, names: Sequence[str]
+) -> tuple[SearchSpace, Limits]:
+    """The search space and the limits, with only the constraints of these ``names``."""
+    space = replace(space, **{name: None for name in request.fixed if name not in names})
+    if "ranks" not in names:
+        most = max(space.ranks)
+        more = (most * n for n in MORE if most * n <= request.most_ranks)
+        space = replace(space, ranks=[*space.ranks, *more], mesh=space.mesh if "mesh" in names else None)
+    if "batch_size" not in names:
+        least = min(space.batch_sizes)
+        smaller = [least // n for n in MORE if least // n]
+        space = replace(space, batch_sizes=sorted({*space.batch_sizes, *smaller, 1}))
+    return space, Limits(**{name: getattr(limits, name) for name in LIMITS if name in names})
+
+
+def _relax(
+    model: CostModel, request: Request, space: SearchSpace, limits: Limits, conflict: Sequence[str], budget: Budget
+) -> Iterator[tuple[float, str, str, Estimate]]:
+    """For each constraint of the conflict, the plan that keeps all others and needs the smallest relaxation: the factor
+    of the relaxation, the constraint, what the plan needs instead, and the plan."""
+    for name in conflict:
+        others = [other for other in _names(request, limits) if other != name]
+        wider, kept = _keep_only(request, space, limits, others)
+        changes: list[SearchSpace] = [wider]
+        if name == "ranks":
+            changes = [replace(wider, ranks=[n]) for n in wider.ranks if n not in space.ranks]
+        elif name == "batch_size":
+            smaller = [n for n in wider.batch_sizes if n not in space.batch_sizes]
+            changes = [replace(wider, batch_sizes=[n]) for n in reversed(smaller)]
+        goal = name if name in ("memory", "latency") else request.goal
+        for changed in changes if budget.left > 0 else ():
+            first = search(model, changed, kept, _easiest_goal(kept), _part(budget), front=False, keep=1, first=True)
+            if first.best:
+                best = search(model, changed, kept, goal, _part(budget), front=False, keep=1).best or first.best
+                text, factor = relaxed(name, best[0], request, space, limits)
+                yield factor, name, text, best[0]
+                break
+
+
+def relaxed(name: str, plan: Estimate, request: Request, space: SearchSpace, limits: Limits) -> tuple[str, float]:
+    """What a plan needs that gives up a constraint, as text, and the factor by which that relaxes it."""
+    candidate = plan.candidate
+    if name in LIMITS:
+        need = replace(limits, **{name: 1.0}).measured(plan)[name]
+        text = f"{name} {limits.shown(name, need)} instead of {limits.shown(name)}"
+        return text, need / getattr(limits, name)
+    if name == "ranks":
+        most = max(space.ranks)
+        return f"{candidate.ranks} ranks instead of {most}", candidate.ranks / most
+    if name == "batch_size":
+        least = min(space.batch_sizes)
+        return f"a batch of {candidate.batch_size} instead of {least}", least / candidate.batch_size
+    given_up = constraint_text(name, limits, request.fixed).removeprefix(name + " ")
+    return f"another {name.replace('_', ' ')} than {given_up}", 1.0

@@ -20,9 +20,9 @@ from spmd_engine.axes import axes_text
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.budget import Budget
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Bound, Estimate
+from spmd_engine.planning.search.improve import Budget
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
 from spmd_engine.units import BYTES, SECONDS, readable_bytes, readable_seconds
 

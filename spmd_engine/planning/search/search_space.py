@@ -7,7 +7,7 @@ than replicas, but both are candidates, since one collective is faster than two.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import gcd, prod
@@ -85,6 +85,11 @@ class Candidate:
         """The most samples of a micro-batch on a rank."""
         return -(-(self.batch_size // self.micro_batches) // self.batch_ranks)
 
+    @property
+    def plain(self) -> Candidate:
+        """The candidate with even shares of samples and state, and ranks as the machine lists them."""
+        return replace(self, shares=None, state_shares=None, order=None)
+
     def composition(self, base: ParallelConfig = ParallelConfig()) -> ParallelConfig:  # noqa: B008 (immutable)
         """The candidate as a ParallelConfig; ``base`` has the options that are not searched."""
         pipeline = self.pipe > 1
@@ -142,6 +147,7 @@ class SearchSpace:
     order: tuple[int, ...] | None = None  #: a given order of ranks
     nodes: Sequence[int] = ()  #: the ranks of each node, if the stages are to have uneven sizes
     overlap: int = 0  #: given layers on each side of a boundary that both stages hold
+    context_method: str | None = None  #: given, for meshes with axis context
 
 
 FIXABLE = ("mesh", "micro_batches", "zero", "sequence_parallel", "schedule", "chunks", "recompute", "stages")
@@ -334,6 +340,7 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
                 m,
                 zero,
                 sequence,
+                space.context_method if "context" in axes else None,
                 schedule=schedule,
                 chunks=chunks,
                 recompute=recomputed,

@@ -1,4 +1,4 @@
-"""``plan --compare RUN``: the trace of a run compared with the predicted step."""
+"""The trace of a run compared with the predicted step: ``plan --compare RUN``."""
 
 from __future__ import annotations
 
