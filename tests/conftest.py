@@ -3,6 +3,8 @@
 import os
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -10,6 +12,19 @@ from hypothesis import settings
 # Numba loops have their own tests; all other tests run the NumPy code that these loops replace.
 os.environ["SPMD_FAST"] = "0"
 os.environ.pop("SLURM_NTASKS", None)  # in an allocation, tests would be refused as one process of several
+
+
+def writable_cache():
+    """The user's folder for what is compiled once on a machine, keyed by its source; None: it cannot be written."""
+    with suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "spmd_engine"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder if os.access(folder, os.W_OK) else None
+
+
+# Another clone of the repository compiles neither loops nor kernels again.
+if CACHE := writable_cache():
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE))
 
 pytest_plugins = ["mpi_harness.plugin"]
 
@@ -36,12 +51,12 @@ def sigint_is_heard():
 
 @pytest.fixture(scope="session")
 def library(pytestconfig):
-    """The CUDA kernels compiled for the host, once for all processes and runs that share this folder."""
+    """The CUDA kernels compiled for the host, once for all processes and runs of this user."""
     from support import cuda_on_host
 
     if cuda_on_host.COMPILER is None:
         pytest.skip("no C++ compiler")
-    folder = pytestconfig.rootpath / ".pytest_cache" / "d" / "kernels"
+    folder = (CACHE or pytestconfig.rootpath / ".pytest_cache" / "d") / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
     return cuda_on_host.compile_for_the_host(folder)
 

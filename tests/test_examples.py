@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpi_harness.launch import mpiexec
+from spmd_engine.cli import main
 from support.command_line import ONE_THREAD, QUIET
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -43,7 +44,11 @@ def test_two_shards_classify_and_keep_nothing(mpi_run, tmp_path):
     assert all(int(kept.replace(",", "")) < 5_000 for _, _, kept in told)
 
 
-def test_a_layer_of_one_s_own_by_the_commands_of_its_docstring(tmp_path):
+def test_the_commands_of_a_docstring_use_a_layer_of_one_s_own(tmp_path, monkeypatch, capsys):
+    """Those of several ranks are started as they stand, the others in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_layer", raising=False)
     (tmp_path / "examples").symlink_to(EXAMPLES)
     commands = re.findall(r"^(?:python|mpiexec) .*", (EXAMPLES / "own_layer.py").read_text(), re.MULTILINE)
     scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -52,9 +57,14 @@ def test_a_layer_of_one_s_own_by_the_commands_of_its_docstring(tmp_path):
     for command in commands:
         words = shlex.split(command)
         words += [*QUIET, "--batch-size", "4"] if "train" in words else []
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, f"{command}: {done.stderr}"
-        printed[words[words.index("spmd_engine") + 1]] = done.stdout
+        if words[0] == "mpiexec":
+            done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, f"{command}: {done.stderr}"
+            output = done.stdout
+        else:
+            main(words[3:])
+            output = capsys.readouterr().out
+        printed[words[words.index("spmd_engine") + 1]] = output
     assert len(printed) == 6 and "agrees to" in printed["verify"] and printed["generate"].startswith("import ")
     assert "block0/taps/w" in printed["show"] and "block0/taps" in printed["analyze"] and "plan: " in printed["plan"]
 

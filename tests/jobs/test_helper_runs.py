@@ -29,7 +29,7 @@ def last_layer(config):
     return config.model.build(config.composition).layers[-2][0].split("/")[0]
 
 
-@pytest.mark.parametrize("seed", [EXPERTS, IMAGES])
+@pytest.mark.parametrize("seed", [EXPERTS, pytest.param(IMAGES, marks=pytest.mark.soak)])
 def test_a_run_resumes_with_other_helper_ranks_and_without(tmp_path, seed):
     config = config_of(seed, tmp_path)
     helped = config.with_options(assign=f"{last_layer(config)}:rank2")
