@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmd_engine.adaptive.advisor import Advisor
 from spmd_engine.adaptive.candidates import BoundariesBySpeed, SharesBySpeed
@@ -20,9 +20,7 @@ from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.observers import Observer, lines_up_to
 from spmd_engine.training.run import Run, composition_of
 from spmd_engine.training.trainer import StepReport
-
-if TYPE_CHECKING:
-    from spmd_engine.training.workload import Workload
+from spmd_engine.training.workload import Workload
 
 
 class Adapter(Observer):

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from ctypes import addressof, c_float
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.backend import Array
 
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
 _AS_IS, _TRANSPOSED = 0, 1  # cublasOperation_t

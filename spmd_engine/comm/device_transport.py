@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from spmd_engine.arrays.backend import Backend, CudaBackend, get_backend
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
+from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import UsageError
-
-if TYPE_CHECKING:
-    from spmd_engine.comm.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 

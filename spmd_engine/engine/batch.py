@@ -38,13 +38,9 @@ class MicroBatch:
         mask = None if self.mask is None else backend.asarray(self.mask)
         return replace(self, inputs=backend.asarray(self.inputs), targets=backend.asarray(self.targets), mask=mask)
 
-    def loss_options(self, count: float) -> dict[str, Any]:
-        """Keyword arguments of a loss function."""
-        return {"count": count} | self.metric_options
-
     @property
     def metric_options(self) -> dict[str, Any]:
-        """Keyword arguments of a metric."""
+        """Keyword arguments of a metric, and of a loss function, which also takes ``count``."""
         return {} if self.mask is None else {"mask": self.mask}
 
 
@@ -195,7 +191,7 @@ class Scores:
         """Add the shares of a micro-batch of a batch with ``count`` targets. Returns the gradient of the loss."""
         for number, metric in enumerate(self._metrics, 1):  # before the loss, which may overwrite the outputs
             self._sums[number] += _evaluate_metric(metric, self._metrics[metric], outputs, micro)
-        value, gradient = value_and_gradient(self._loss, outputs, micro.targets, **micro.loss_options(count))
+        value, gradient = value_and_gradient(self._loss, outputs, micro.targets, count=count, **micro.metric_options)
         self._sums[0] += value
         return gradient
 

@@ -15,18 +15,7 @@ from spmd_engine.engine.offload.config import TARGETS, Offload
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.schedules import orders
 from spmd_engine.engine.state import assignment
-from spmd_engine.engine.state.assignment import (
-    STATE,
-    WORK,
-    Division,
-    Shares,
-    ZeroConfig,
-    divide,
-    parse_division,
-    parse_order,
-    parse_overlap,
-    parse_shares,
-)
+from spmd_engine.engine.state.assignment import Division, Shares, ZeroConfig
 from spmd_engine.engine.zero import compression
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention import context
@@ -175,8 +164,7 @@ class ParallelConfig(Configuration):
             object.__setattr__(self, "mesh", checked_axes(self.mesh))
         super().__post_init__()
         compression.compression(self.compress)
-        parse_division(self.stages or "even")
-        _ = self.work_shares, self.storage, self.order, self.assigned
+        _ = self.division, self.work_shares, self.storage, self.order, self.assigned
 
     def as_json(self) -> dict[str, Any]:
         return super().as_json() | {"mesh": axes_as_json(self.mesh) if self.mesh is not None else None}
@@ -184,12 +172,12 @@ class ParallelConfig(Configuration):
     @property
     def work_shares(self) -> Shares:
         """Each rank's share of the work along an axis; axes without shares are sharded evenly."""
-        return parse_shares(self.shares, "--shares", WORK)
+        return assignment.parse_shares(self.shares, "--shares", assignment.WORK)
 
     @property
     def order(self) -> tuple[int, ...] | None:
         """The rank at each position of the mesh, as ``Mesh`` takes it; None: node by node."""
-        return parse_order(self.rank_order)
+        return assignment.parse_order(self.rank_order)
 
     @property
     def assigned(self) -> tuple[Assigned, ...]:
@@ -199,10 +187,10 @@ class ParallelConfig(Configuration):
     @property
     def storage(self) -> ZeroConfig:
         """How parameters, gradients and optimizer state are stored."""
-        shares = parse_shares(self.state_shares, "--state-shares", STATE)
+        shares = assignment.parse_shares(self.state_shares, "--state-shares", assignment.STATE)
         offload = Offload.parse(self.offload, self.offload_dir, self.offload_to)
         sizes = self.group_threshold, self.group_cap
-        overlap = parse_overlap(self.overlap_layers)
+        overlap = assignment.parse_overlap(self.overlap_layers)
         return ZeroConfig(self.zero, *sizes, self.compress, shares, self.min_tensor_size, offload, overlap)
 
     @property
@@ -214,7 +202,7 @@ class ParallelConfig(Configuration):
 
     @property
     def division(self) -> Division:
-        return parse_division(self.stages or "even")
+        return assignment.parse_division(self.stages or "even")
 
     def schedule_on(self, axes: Mapping[str, int]) -> schedules.Schedule:
         """The order of micro-batches on a mesh with these axes: sequential without a pipeline."""
@@ -235,7 +223,7 @@ class ParallelConfig(Configuration):
     def chunks_on(self, axes: Mapping[str, int], model: Model) -> list[range]:
         """The layers of each chunk on a mesh with these axes. Raises UsageError if the model has too few, or others."""
         per_stage = self.schedule_on(axes).chunks
-        return divide(model, axes.get(PIPE, 1) * per_stage, self.division, per_stage)
+        return assignment.divide(model, axes.get(PIPE, 1) * per_stage, self.division, per_stage)
 
     def unmet(self, axes: Mapping[str, int], model: Model | None = None) -> Iterator[Unmet]:
         """The requirements that this composition does not meet on a mesh with these axes."""

@@ -110,7 +110,8 @@ class Conv2d(Layer):
         i, o = self.channels
         windows, parts, w = self.windows.here(sh), self._parts(sh), p["weights"]
         wide = sh.start_with_halo(x, self.inputs.dims, self._reads())
-        if wide is not x and i != o and self._can_overlap(x, w):
+        # Enough must be computed from these inputs to overlap the halo exchange with it.
+        if wide is not x and i != o and x.size // max(1, x.shape[3]) * w.size >= OVERLAP_FROM:
             y = backend_of(x).xp.empty((len(x), *windows.output_lengths, w.shape[3]), x.dtype)
             y[windows.at(windows.inner)] = parts.conv2d(x, w, *windows.of(windows.inner, windows.own))
             wide = wide.wait()
@@ -124,10 +125,6 @@ class Conv2d(Layer):
         if "bias" in p:
             add_to(y, p["bias"])
         return y, wide
-
-    def _can_overlap(self, x, w):
-        """Whether enough is computed from these inputs to overlap the halo exchange with it."""
-        return x.size // max(1, x.shape[3]) * w.size >= OVERLAP_FROM
 
     def backward_input(self, sh, p, wide, dy):
         i, o = self.channels

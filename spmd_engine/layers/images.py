@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmd_engine.arrays.backend import backend_of
 from spmd_engine.arrays.images import average_pool, average_pool_gradient, max_pool, max_pool_gradient
@@ -13,9 +13,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Activation
 from spmd_engine.layers.layer import Layer
 from spmd_engine.sharding.placement import Interval
-
-if TYPE_CHECKING:
-    from spmd_engine.sharding.shards import Shards
+from spmd_engine.sharding.shards import Shards
 
 Pair = int | tuple[int, int]  #: one number for rows and one for columns; a number alone stands for both
 

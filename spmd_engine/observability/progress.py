@@ -9,20 +9,18 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from signal import Signals
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmd_engine.models.names import IMAGES
 from spmd_engine.runtime.activity import ranges
 from spmd_engine.runtime.launchers import CLEAR_BELOW, terminal
 from spmd_engine.training.data.corpus import Corpus
+from spmd_engine.training.expert_load import ExpertLoad
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.run import Run
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
 from spmd_engine.units import readable_bytes
-
-if TYPE_CHECKING:
-    from spmd_engine.training.expert_load import ExpertLoad
 
 
 class Reporter(Observer):
@@ -93,8 +91,6 @@ class Reporter(Observer):
         self._print(f"spmd_engine: after step {step} ranks {ranges(change['ranks'])} have joined")
 
     def _note_experts(self, report: StepReport) -> None:
-        from spmd_engine.training.expert_load import ExpertLoad
-
         self.experts = ExpertLoad.of(report.side_outputs)
         if self.experts and self.experts.drops_most and not self.warned:
             self.warned = True

@@ -269,13 +269,6 @@ class _Search:
                 )
 
 
-def explain_gradients(
-    points: Mapping[str, Point], gradients: Mapping[str, Array], step: Step, loss: Callable
-) -> tuple[Finding, ...]:
-    """Return what makes gradients of these parameters wrong, and in which line; empty if nothing explains it."""
-    return tuple(islice(_Search(points, gradients, step, loss).findings(), 1))
-
-
 # --- The check of all gradients
 
 
@@ -324,8 +317,8 @@ def check_gradients(engine: ShardedEngine, batch: Callable[[], Batch], loss: Los
             return GradientCheck((next(slope for slope in loss_slopes if slope.wrong),))
         points = {n: Point(n, x.copy(), sizes[n], partial(loss_at, n), precision) for n, x in floats.items()}
         slopes = tuple(point.compare(gradients.get(name)) for name, point in points.items())
-        wrong = any(slope.wrong for slope in slopes)
-        return GradientCheck(slopes, explain_gradients(points, gradients, step, chosen_loss) if wrong else ())
+        causes = _Search(points, gradients, step, chosen_loss).findings() if any(x.wrong for x in slopes) else ()
+        return GradientCheck(slopes, tuple(islice(causes, 1)))
     finally:
         for name, x in before.items():
             floats[name][...] = x

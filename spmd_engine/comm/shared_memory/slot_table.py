@@ -96,7 +96,7 @@ class SlotTable:
     ) -> None:
         n, self._home = len(local_ranks), home
         self.room = room_of(n)  #: bytes of data that a call can carry inline
-        self.rank, self.size, self.neighbours, self.local_ranks = rank, n, neighbours, list(local_ranks)
+        self.rank, self.size, self.neighbours = rank, n, neighbours
         self.ranks: Sequence[int] = range(n)  #: the group's ranks by their numbers in the communicator
         self._others = [local for r, local in enumerate(local_ranks) if r != rank]
         self._waker, self._weak = waker, waker.weak

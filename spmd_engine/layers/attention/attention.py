@@ -121,7 +121,7 @@ class Attention(Layer):
         dy_whole = sh.all_gather(dy, "b s d", "s", across=self.across)
         dmixed = einsum(f"bsd,{self.across}kd->bs{self.across}k", dy_whole, p["output"])
         if self.alibi is not None:
-            dmixed = self.alibi.with_zeros(dmixed)
+            dmixed = _with_last(dmixed, 0)  # a 0 for the number that the forward removed
         gradients: dict[str, Array] = dict(zip(PROJECTIONS, self.context.backward(sh, attended, dmixed), strict=True))
         if self.alibi is not None:
             self.alibi.narrow(gradients, x.dtype)
@@ -201,11 +201,6 @@ class Alibi:
             _with_last(k, key_positions),
             _with_last(v, 0),
         )
-
-    @staticmethod
-    def with_zeros(dmixed: Array) -> Array:
-        """The gradient of the mixed values with a 0 for the number that the forward removed."""
-        return _with_last(dmixed, 0)
 
     @staticmethod
     def narrow(gradients: dict[str, Array], dtype: Any) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import log, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.attention.attention_config import RotaryOptions
-
-if TYPE_CHECKING:
-    from spmd_engine.models.decoder import DecoderConfig
-    from spmd_engine.models.families.family import Config, Rope
+from spmd_engine.models.decoder import DecoderConfig
+from spmd_engine.models.families.family import Config, Rope
 
 _COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 #: Other fields of each kind. ``mrope_section`` and the like are not supported.

@@ -73,7 +73,7 @@ def measure_machine(mesh: Mesh, seconds: float = SECONDS, folder: str = ".", bac
     }
     if not backend.on_device and CPU.image_kernels is not None:
         for kernel, n in product(KERNELS, IMAGES):
-            acts[kernel, _convolution_flops(n)] = partial(_convolution, kernel, n)
+            acts[kernel, 2.0 * n * 16 * 16 * 32 * 9 * 32] = partial(_convolution, kernel, n)
     acts |= {
         ("memory", 12.0 * elements): partial(_rotating, backend.xp.add, (elements,), "float32", 3, backend)
         for elements in ARRAYS
@@ -200,10 +200,6 @@ def _rotating(
     pool = backend.asarray(pool)
     operands = cycle([list(row) for row in pool])
     return lambda: operation(*next(operands))
-
-
-def _convolution_flops(images: int) -> float:
-    return 2.0 * images * 16 * 16 * 32 * 9 * 32
 
 
 def _convolution(kernel: str, images: int) -> Act:

@@ -40,10 +40,6 @@ class LayerCosts:
     host_forward: float = 0.0  #: seconds in which a device's host launches the forward
     host_backward: float = 0.0
 
-    @property
-    def all_forward(self) -> float:
-        return self.forward + self.inside_forward
-
 
 def between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts:
     """Linear interpolation from ``a`` to ``b``, or extrapolation, but never below 0."""
@@ -84,7 +80,7 @@ class ShardedLayers:
         for layers in repeated:
             recomputed[layers.start : layers.stop] = True
         self.later_repeated = {layer for layers in repeated for layer in layers[1:]}
-        self.forward = self._array(lambda cost: cost.all_forward)
+        self.forward = self._array(lambda cost: cost.forward + cost.inside_forward)
         self.forward += self._idle(model, self._array(lambda cost: cost.host_forward), self.forward)
         inputs, inside = self._array(lambda cost: cost.backward_input), self._array(lambda cost: cost.inside_backward)
         self.weights = self._array(lambda cost: cost.backward_weights)
@@ -256,13 +252,10 @@ class StageSums:
     @cached_property
     def _tied_layers(self) -> list[tuple[int, int, int]]:
         """For each layer with a tied parameter: the layer, its stage, and the stage of the owner."""
-        chunks = {layer: int(np.searchsorted(self.starts, layer, side="right")) - 1 for layer in self._tied_or_owner}
+        owners = self.layers.owners
+        chunks = {x: int(np.searchsorted(self.starts, x, side="right")) - 1 for x in {*owners, *owners.values()}}
         stage = {layer: chunk % self.stages for layer, chunk in chunks.items()}
-        return [(layer, stage[layer], stage[owner]) for layer, owner in self.layers.owners.items()]
-
-    @property
-    def _tied_or_owner(self) -> set[int]:
-        return {*self.layers.owners, *self.layers.owners.values()}
+        return [(layer, stage[layer], stage[owner]) for layer, owner in owners.items()]
 
     @cached_property
     def elements(self) -> np.ndarray:
