@@ -19,18 +19,8 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
 from spmd_engine.comm.notation import Spec
+from spmd_engine.engine import contract
 from spmd_engine.engine.batch import Batch, Evaluation, MicroBatch, Scores, fractions_of
-from spmd_engine.engine.contract import (
-    add_gradients,
-    backward_of,
-    check_batch,
-    check_declared,
-    check_dims,
-    check_letters,
-    check_tape,
-    guard_engine,
-    read_sharding,
-)
 from spmd_engine.engine.definition import EngineDefinition, Loss
 from spmd_engine.engine.state.assignment import Index
 from spmd_engine.engine.tape import Tape, Tapes
@@ -92,7 +82,7 @@ class ShardedEngine(Collectives, EngineDefinition):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        guard_engine(cls)
+        contract.guard_engine(cls)
 
     @property
     def xp(self) -> ModuleType:
@@ -138,7 +128,7 @@ class ShardedEngine(Collectives, EngineDefinition):
     def sharding(self, name: str) -> Spec:
         """The sharding of a parameter."""
         if name in self.shardings:
-            return read_sharding(self, f"shardings[{name!r}]", self.shardings[name])
+            return contract.read_sharding(self, f"shardings[{name!r}]", self.shardings[name])
         if name not in self.parameters:
             raise UnknownParameter(name, self.names)
         return Spec.parse(" ".join("ijklmnop"[: np.ndim(self.parameters[name])]))
@@ -186,7 +176,7 @@ class ShardedEngine(Collectives, EngineDefinition):
             return tuple(slice(0, length) for length in array.shape)
         # By the array's own shape: during a load, the engine may not know the shapes of its parameters yet.
         spec = self.owned_sharding(name) if owned else self.sharding(name)
-        check_letters(self, name, spec, array)
+        contract.check_letters(self, name, spec, array)
         return spec.block(tuple(array.shape), self.mesh)
 
     def global_shape(self, name: str) -> tuple[int, ...]:
@@ -290,7 +280,7 @@ class ShardedEngine(Collectives, EngineDefinition):
         """Raise UsageError for parameters or shardings that do not fit together (checked once), or inputs and targets
         that are sharded differently, whose gradients do not sum to those of the loss. Collective."""
         if not self._is_checked:
-            check_declared(self, training)
+            contract.check_declared(self, training)
             self._is_checked = True
         inputs, targets = (
             spec.cuts_of(spec.letters[0]) if spec.dims else ()
@@ -303,7 +293,7 @@ class ShardedEngine(Collectives, EngineDefinition):
             )
 
     def _spec(self, attribute: str) -> Spec:
-        return read_sharding(self, attribute, getattr(self, attribute))
+        return contract.read_sharding(self, attribute, getattr(self, attribute))
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -319,7 +309,7 @@ class ShardedEngine(Collectives, EngineDefinition):
         """This rank's block, by the shardings, of samples whose other dims are whole."""
         for attribute, x in (("input_sharding", inputs), ("target_sharding", targets)):
             if x is not None:
-                check_dims(self, attribute, x)
+                contract.check_dims(self, attribute, x)
         shardings = (self.input_sharding, self.target_sharding, self.target_sharding)
         return [_shard_row(x, text, self.mesh) for x, text in zip((inputs, targets, *mask), shardings, strict=False)]
 
@@ -340,17 +330,15 @@ class ShardedEngine(Collectives, EngineDefinition):
         Sets ``gradients`` and ``training_metrics``.
         ``loss(outputs, targets, count=n)`` returns this rank's share of the mean over n terms, and its gradient.
         """
-        check_batch(batch)
+        contract.check_batch(batch)
         self.check_declared(training=True)
         count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
         gradients: dict[str, Array] = {}
         for index, micro in enumerate(batch.micro_batches):
             with self.micro_batch(index):
-                add_gradients(self, gradients, self._gradients_of(micro, scores, count))
+                contract.add_gradients(self, gradients, self._gradients_of(micro, scores, count))
         if self.mesh.checks and self.checks_replicas:
-            from spmd_engine.engine.contract import check_replicas
-
-            check_replicas(self, gradients)
+            contract.check_replicas(self, gradients)
             self.checks_replicas = False  # a reduction in one step is in every step
         self.gradients = gradients
         return self._take_scores(scores, count)
@@ -358,12 +346,12 @@ class ShardedEngine(Collectives, EngineDefinition):
     def _gradients_of(self, micro: MicroBatch, scores: Scores, count: float) -> Mapping[str, Array]:
         """What the backward of a micro-batch returns, for a loss that is a mean over ``count`` terms."""
         micro, on_tape = self._on_own_backend(micro), len(self.tape)
-        check_dims(self, "input_sharding", micro.inputs)
+        contract.check_dims(self, "input_sharding", micro.inputs)
         outputs = self.forward(micro.inputs)
-        gradients = backward_of(
+        gradients = contract.backward_of(
             self, None if outputs is None else self._gradient_of_loss(scores, outputs, micro, count)
         )
-        check_tape(self, on_tape)
+        contract.check_tape(self, on_tape)
         return gradients
 
     def _gradient_of_loss(self, scores: Scores, outputs: Array, micro: MicroBatch, count: float) -> Array:

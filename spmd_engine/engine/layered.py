@@ -24,7 +24,7 @@ from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.schedules.schedule import Backward, Compute, Forward, Program, Schedule, with_transfers
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, Index, ZeroConfig
-from spmd_engine.engine.state.engine_state import Copies, EngineState, place
+from spmd_engine.engine.state.engine_state import Copies, EngineState, StateReshard, place
 from spmd_engine.engine.zero.parameter_store import StoredEngine, check_shapes
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
@@ -151,8 +151,6 @@ class LayeredEngine(StoredEngine):
         nothing is transferred. Raises UsageError on all ranks if the model cannot be placed on the mesh, or its arrays
         not filled without a transfer; engine and optimizer are then unchanged.
         """
-        from spmd_engine.engine.state.engine_state import StateReshard
-
         move, model = StateReshard(self, optimizer, among, copies), model or self.model
 
         def placed() -> EngineState | None:

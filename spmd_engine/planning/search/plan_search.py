@@ -22,18 +22,10 @@ from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
+from spmd_engine.planning.search import neighbours
 from spmd_engine.planning.search.cost_model import with_even_vocabulary
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.improve import SIMULATION, Budget, improved
-from spmd_engine.planning.search.neighbours import (
-    differences,
-    helped_stages,
-    offloads_on,
-    uneven_stages,
-    with_order,
-    with_other_choice,
-    with_shares,
-)
 from spmd_engine.planning.search.reasons import (
     Conflict,
     conflict_of,
@@ -204,7 +196,9 @@ class PlanSearch:
             part = budget.part(OFFLOAD_SHARE if name == "offload" else 1 / phases[name])
             if name == "offload":
                 return self._with_offload(result, part)
-            near, what = (uneven_stages, "uneven stages") if name == "split" else (helped_stages, "a helper rank")
+            near, what = neighbours.helped_stages, "a helper rank"
+            if name == "split":
+                near, what = neighbours.uneven_stages, "uneven stages"
             return self._without_estimates(result, near(self), what, part), explain
 
         others = [tried(name) for name in allowed]
@@ -219,7 +213,7 @@ class PlanSearch:
         """The result if a plan may offload; None if the base says what is offloaded."""
         if self.request.base.offload is not None:
             return None, Conflict
-        space = replace(self.space, offload=(None, *offloads_on(self.request.machine)))
+        space = replace(self.space, offload=(None, *neighbours.offloads_on(self.request.machine)))
         result, explain = self._find(space, budget)
         offload = result.plan.candidate.offload if result.plan is not None else None
         because = [f"offload {offload}: nothing fits without"] if offload and without.plan is None else []
@@ -268,8 +262,8 @@ class PlanSearch:
     def _score(self, candidate: Candidate) -> tuple[float, ...]:
         """The goal of the best of a candidate and what other orders and shares make of it; inf if none fits."""
         if candidate not in self._scores:
-            tried = [candidate, *with_order(self, candidate)]
-            tried += [other for each in tried for other in with_shares(self, each)]
+            tried = [candidate, *neighbours.with_order(self, candidate)]
+            tried += [other for each in tried for other in neighbours.with_shares(self, each)]
             plans = [plan for plan in map(self.plan, tried) if self._keeps_all(plan)]
             self._scores[candidate] = min(map(self._goal_of, plans), default=(inf,))
         return self._scores[candidate]
@@ -299,7 +293,7 @@ class PlanSearch:
         def choices(candidate: Candidate) -> list[tuple[str, Estimate | None]]:
             even = replace(candidate.plain, stages=None)
             if even not in others:
-                others[even] = list(with_other_choice(self, space, even))
+                others[even] = list(neighbours.with_other_choice(self, space, even))
             return others[even]
 
         def near(candidate: Candidate) -> Iterable[Candidate]:
@@ -354,7 +348,7 @@ class PlanSearch:
 
         def near(candidate: Candidate) -> Iterable[Candidate]:
             possible = (each for some in lists if score(some[0]) != (inf,) for each in some)
-            return (each for each in possible if differences(each, candidate) == 1)
+            return (each for each in possible if neighbours.differences(each, candidate) == 1)
 
         lists = list(several)
         starts = [some[0] for some in lists]
