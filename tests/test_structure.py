@@ -7,6 +7,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import spmd_engine
 
 ROOT = Path(spmd_engine.__file__).parent
@@ -188,6 +190,88 @@ def test_kernels_and_layers_ask_the_backend_for_their_array_module():
         may = file.startswith((*free, "arrays/numba/", "arrays/meta/"))
         if floor_of_file(file) in ("arrays", "layers", "models") and not may:
             assert not {"numpy", "cupy"} & {module.split(".")[0] for module in imported(file)}, file
+
+
+# --- features
+
+#: Features: a pattern of their identifiers, and the files where these may stand. A feature that enters another file
+#: needs an extension point there instead; one that leaves a file leaves this table.
+ROOMS = {
+    "offloading": (
+        r"offload",
+        """
+        adaptive/shape_changes.py cli/calibrate.py engine/offload/array.py engine/offload/config.py
+        engine/offload/file.py engine/offload/host.py engine/offload/shapes.py engine/offload/stash.py
+        engine/offload/stream.py engine/offload/target.py engine/parallel_config.py engine/reshape.py
+        engine/state/assignment.py engine/state/engine_state.py engine/zero/parameter_store.py engine/zero/storage.py
+        jobs/run_job.py observability/memory.py planning/dry_run/analyze.py planning/explain.py
+        planning/machine/measure.py planning/plan_result.py planning/planner.py planning/search/estimate.py
+        planning/search/neighbours.py planning/search/plan_search.py planning/search/search_space.py
+        """,
+    ),
+    "helper ranks": (
+        r"helper|helped|order_to_help|parse_assign",
+        """
+        adaptive/shape_changes.py cli/analyze.py cli/options.py cli/verify.py comm/mesh.py engine/helper_job.py
+        engine/helpers.py engine/parallel_config.py jobs/resolve.py jobs/run_job.py observability/shardings.py
+        planning/dry_run/analyze.py planning/dry_run/recorder.py planning/dry_run/shaped_mesh.py
+        planning/plan_result.py planning/planner.py planning/search/neighbours.py planning/search/plan_search.py
+        planning/search/search_space.py planning/simulator/step_evaluation.py training/trainer.py
+        """,
+    ),
+    "idle ranks": (
+        r"IdleRanks|is_idle|Dismissed|mesh_without|is_placed|waits?_outside",
+        """
+        adaptive/migration.py adaptive/shape_changes.py cli/eval.py cli/generate.py cli/options.py
+        comm/agreement/rank_zero.py comm/mesh.py engine/inference.py engine/layered.py engine/reshape.py
+        engine/state/engine_state.py jobs/joined_run.py jobs/resolve.py training/run.py training/workload.py
+        """,
+    ),
+    "overlapping layers": (
+        r"overlap_layers|overlaps|within_overlap|parse_overlap|_overlap_of|^Overlap$",
+        """
+        adaptive/advisor.py adaptive/candidates.py adaptive/shape_changes.py comm/blocks.py
+        comm/transports/shared_memory.py engine/parallel_config.py engine/reshape.py engine/state/assignment.py
+        planning/dry_run/analyze.py planning/search/cost_model.py planning/search/estimate.py
+        planning/search/layer_costs.py planning/search/plan_search.py planning/search/search_space.py
+        tokens/long_text.py
+        """,
+    ),
+    "half precision": (
+        r"is_half|masters?$|HalfPrecision|HalfRows",
+        """
+        arrays/einsum_lowering.py arrays/elementwise.py arrays/fused.py arrays/images.py arrays/numba/kernels.py
+        arrays/precision.py arrays/products.py checkpoints/read.py comm/blocks.py comm/calls.py engine/distributed.py
+        engine/optimizers.py engine/pipeline.py engine/zero/compression.py engine/zero/parameter_store.py
+        engine/zero/storage.py losses.py sharding/shards.py
+        """,
+    ),
+    "uneven stages and shares": (
+        r"uneven",
+        """
+        adaptive/candidates.py axes.py checkpoints/load_in_place.py cli/plan/page.py comm/views.py
+        engine/parallel_config.py engine/state/assignment.py engine/state/engine_state.py engine/uneven_stages.py
+        engine/zero/parameter_store.py engine/zero/storage.py models/layouts.py planning/dry_run/analyze.py
+        planning/dry_run/model_shards.py planning/dry_run/rank_classes.py planning/dry_run/step_analysis.py
+        planning/search/neighbours.py planning/search/plan_search.py planning/search/search_space.py
+        planning/search/shares.py
+        """,
+    ),
+}
+
+
+def identifiers(file):
+    """The names in a file that its author has chosen: of variables, attributes, arguments, functions and classes."""
+    for node in nodes_of(file):
+        names = (getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname"))
+        yield from (name for name in names if isinstance(name, str))
+
+
+@pytest.mark.parametrize("feature", ROOMS)
+def test_a_feature_stays_in_its_files(feature):
+    pattern, files = ROOMS[feature]
+    found = {file for file in FILES if any(re.search(pattern, name, re.IGNORECASE) for name in identifiers(file))}
+    assert found == set(files.split())
 
 
 # --- files
