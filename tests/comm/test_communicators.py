@@ -13,6 +13,7 @@ from spmd_engine.comm import pending
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.errors import CommunicationTimeout, MismatchError
 from support.on_ranks import everywhere, on_ranks
+from support.queue_ranks import Queues
 
 each_communicator = everywhere(3, queues=3)
 
@@ -94,7 +95,7 @@ def test_different_calls_are_one_error_on_all_ranks(ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(3, mpi=(), queues=3)
+@pytest.mark.parametrize("ranks", [3, Queues(3)], ids=["threads", "queues"])
 def test_a_rank_that_has_ended_is_named_and_a_timeout_reported(ranks, monkeypatch):
     for name in ("CHECK_AFTER", "MESSAGES_AFTER"):
         monkeypatch.setattr(pending, name, 1e-3)

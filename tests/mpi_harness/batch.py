@@ -205,8 +205,8 @@ def _options_of(config):
     for name, values in (("-p", option.plugins), ("-o", option.override_ini), ("-W", option.pythonwarnings)):
         for value in values or ():
             yield from (name, value)
-    if option.markexpr:
-        yield from ("-m", option.markexpr)  # of the other cases the processes make no items
+    if option.markexpr == "not soak":  # of long cases the processes make no items; other marks would leave out files
+        yield from ("-m", option.markexpr)
     if option.cost:
         yield from ("--cost", option.cost)
     yield from ("-p", "no:cacheprovider", "-o", "addopts=", "--no-header", "--no-summary", "--color=no", "-q")
