@@ -25,7 +25,10 @@ def test_a_rank_that_trains_loads_no_other_command():
     assert "spmd_engine.cli.train" in loaded
     others = ("rich", "spmd_engine.verification", *(f"spmd_engine.cli.{name}" for name in ("bench", "show", "verify")))
     others += (
-        *(f"spmd_engine.planning.{name}" for name in ("dry_run", "machine.files", "plan", "search", "simulator")),
+        *(
+            f"spmd_engine.planning.{name}"
+            for name in ("dry_run.analyze", "machine.files", "plan", "search", "simulator")
+        ),
         "spmd_engine.serving",
         "spmd_engine.layers.moe.moe",
         "spmd_engine.layers.convolution",
