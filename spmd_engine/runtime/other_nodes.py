@@ -73,6 +73,7 @@ class OtherNodes:
         self._others = sorted(set(range(size)) - set(here))
         self._heard: dict[int, tuple[float, State]] = {}
         self.reported = 0.0  #: when one of them last reported a hang, by this process's clock
+        self.begun = list[float]()  #: when their overdue waits began, by this process's clock
 
     def send_states(self, states: Sequence[State]) -> None:
         """Send the states to every rank of other nodes, since any of them may have stopped."""
@@ -85,4 +86,6 @@ class OtherNodes:
             states = [State.from_json(content) for content in json.loads(data)]
             self._heard.update({state.rank: (now, state) for state in states})
             self.reported = max(self.reported, *(now - state.reported_seconds for state in states))
-        return [state for when, state in self._heard.values() if now - when < FRESH]
+        fresh = [(when, state) for when, state in self._heard.values() if now - when < FRESH]
+        self.begun = [when - state.wait.seconds for when, state in fresh if state.wait and state.wait.overdue]
+        return [state for _, state in fresh]

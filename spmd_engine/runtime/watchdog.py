@@ -118,12 +118,13 @@ class Watchdog:
 
     def _should_report(self, states: Sequence[State]) -> bool:
         """Whether no node has reported this hang, or it has lasted AGAIN times as long as at that time."""
-        reported = max(record.reported for record in self._records) / 1e9
+        now, reported = time.monotonic(), max(record.reported for record in self._records) / 1e9
+        begun = [now - state.wait.seconds for state in states if state.wait and state.wait.overdue]
         if self._elsewhere:
             reported = max(reported, self._elsewhere.reported)
-        longest = max((state.wait.seconds for state in states if state.wait and state.wait.overdue), default=0.0)
-        lasted = longest - (time.monotonic() - reported)  # at the report; below 0: the hang began later
-        return lasted <= 0 or longest > AGAIN * lasted
+            begun += self._elsewhere.begun  # the ranks of this node may have ended their waits by now
+        first = min(begun, default=now)
+        return reported <= first or now - first > AGAIN * (reported - first)
 
 
 class ThreadWatchdog(Watchdog):
