@@ -198,6 +198,7 @@ def test_a_watchdog_that_fails_at_any_step_once_reports_the_hang_afterwards(step
 def reports_a_hang(monkeypatch, caplog):
     """How often a watchdog reports that its rank waits for another."""
     monkeypatch.setattr(watchdog_module, "PERIOD", 0.01)
+    monkeypatch.setattr(watchdog_module, "AGAIN", 1e6)  # the test may notice the report late
     activity = Activity()
     activity.waits(activity.line((0, 1)), 1, activity.called("all_reduce", "data", ""), timeout=1e-6)
     watchdog = Watchdog(activity, [Record(0, activity.memory)], 0, 2)
