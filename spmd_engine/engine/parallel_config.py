@@ -221,7 +221,7 @@ class ParallelConfig(Configuration):
         return options | ({"assign": self.assign} if self.assigned else {})
 
     def chunks_on(self, axes: Mapping[str, int], model: Model) -> list[range]:
-        """The layers of each chunk on a mesh with these axes. Raises UsageError if the model has too few, or others."""
+        """The layers of each chunk on a mesh with these axes. Raises UsageError if the model cannot be divided so."""
         per_stage = self.schedule_on(axes).chunks
         return assignment.divide(model, axes.get(PIPE, 1) * per_stage, self.division, per_stage)
 

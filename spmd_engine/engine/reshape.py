@@ -32,7 +32,7 @@ from spmd_engine.engine.build import composed_layout
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.state.assignment import PIPE, Assignment, divide, overlaps, shares_text
+from spmd_engine.engine.state.assignment import PIPE, Assignment, overlaps, shares_text
 from spmd_engine.engine.state.engine_state import Copies, assigned
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import bytes_held
@@ -301,10 +301,10 @@ class Reshaper:
             self.shape.ranks,
             self.shape.experts,
         )
-        if others_differ or not (moved.storage.overlap and before.storage.overlap and (pipe := shape.axes.get(PIPE))):
+        if others_differ or not (moved.storage.overlap and before.storage.overlap and PIPE in shape.axes):
             return shape
         held, wanted = (
-            overlaps(divide(self.engine.model, pipe, each.division), each.storage.overlap) for each in (before, moved)
+            overlaps(each.chunks_on(shape.axes, self.engine.model), each.storage.overlap) for each in (before, moved)
         )
         if held != wanted:
             with suppress(UsageError):  # the new boundaries are outside

@@ -227,8 +227,7 @@ def resolve(
     if job.model.lora is not None and job.model.path is None:
         raise UsageError(f"adapters need trained weights, and {job.model.name} has none: give --model PATH")
     on_mesh = checked_axes(axes or {"data": world().size - len(helpers)})
-    divides_itself = job.strategy or job.model.engine is not None
-    if not divides_itself and count_ranks(on_mesh) == world().size - len(helpers):
+    if not job.shards_itself and count_ranks(on_mesh) == world().size - len(helpers):
         composition, left_out = job.composition, []
         model = job.model.build(composition)
         if resume:
@@ -248,7 +247,7 @@ def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainCo
 
 def _helpers_of(job: TrainConfig, axes: Mapping[str, Any], resume: bool, given: Collection[str]) -> Sequence[int]:
     helpers = helper_ranks(job.composition.assigned)
-    if helpers and (job.strategy or job.model.engine is not None):
+    if helpers and job.shards_itself:
         raise UsageError(f"--assign: {job.strategy or job.model.name} shards itself; helper ranks compute layers")
     if helpers and job.adapt is not None:
         raise UsageError("--assign with --adapt: a run with helper ranks keeps its shape; omit one of them")

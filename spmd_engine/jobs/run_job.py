@@ -122,7 +122,7 @@ def _notices_without_effect(workload: Workload) -> list[str]:
     notices = []
     if job.model.code is not None:
         notices = [f"the model is code: {job.model.name}, SHA-256 {job.model.code[:12]}... of its file"]
-    if job.strategy or job.model.engine is not None:
+    if job.shards_itself:
         return notices
     return notices + job.composition.check(mesh.all_axes, job.model.build(job.composition))
 

@@ -211,6 +211,11 @@ class TrainConfig(Configuration):
         """A job with these options, as in ``with_options``; the defaults of the others depend on the kind of model."""
         return cls().with_options(**(OF_IMAGES if options.get("model") in IMAGES else {}) | options)
 
+    @property
+    def shards_itself(self) -> bool:
+        """Whether a page of strategies, or an engine of the user's own, shards the model instead of the composition."""
+        return bool(self.strategy) or self.model.engine is not None
+
     def with_options(self, **options: Any) -> Self:
         """This job with other values of fields in any section, by their names on the command line.
 

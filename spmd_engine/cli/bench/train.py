@@ -100,7 +100,7 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
       python -m spmd_engine bench layers --model gpt-mini --batch-size 8
     """
     chosen = job_of(train_command.make_context("train", list(options)))
-    if chosen.strategy or chosen.model.engine is not None:
+    if chosen.shards_itself:
         raise UsageError(f"bench layers: {chosen.strategy or chosen.model.name} is not made of layers; use bench train")
     parts_by_layer: dict[str, list[list[float]]] = defaultdict(list)  # seconds of a step by kind, a list a round
     peaks = []

@@ -28,12 +28,11 @@ from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.planner import NOTHING_FITS, find_plan, fixed_plan
 from spmd_engine.planning.search.rank_order import PLACEMENTS
 from spmd_engine.planning.search.search import GOALS, Limits
+from spmd_engine.planning.search.search_space import FIXABLE
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
 from spmd_engine.units import BYTES, SECONDS
 
-#: Options of the composition that are searched for, unless they are given.
-SEARCHED = ("micro_batches", "zero", "sequence_parallel", "schedule", "chunks", "recompute", "stages")
 _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
 
 
@@ -98,7 +97,7 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
     TrainConfig,
     ["model", "optimizer", "length", "micro_batches", "lora", "composition"],
     without=["rebalance_every"],
-    defaults=dict.fromkeys(("mesh", *SEARCHED), "searched"),
+    defaults=dict.fromkeys(FIXABLE, "searched"),
     help={"mesh": "Evaluate this mesh only; options that are not given are as in 'train'."},
 )
 def plan(what: str | None, **options: Any) -> None:
@@ -240,7 +239,7 @@ def _batch_sizes(text: str | None, model: str) -> list[int]:
 
 
 def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
-    fixed = {name: values[name] for name in ("mesh", *SEARCHED) if name in values}
+    fixed = {name: values[name] for name in FIXABLE if name in values}
     if "stages" in fixed:
         division = parse_division(fixed["stages"])
         fixed["stages"] = fixed["stages"] if isinstance(division, str) else tuple(division)
