@@ -22,7 +22,7 @@ from spmd_engine.engine.offload.target import OffloadTarget
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroConfig, owned_rectangle
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage, SumOverStages
-from spmd_engine.errors import UnknownParameter, UsageError
+from spmd_engine.errors import UnknownParameter, UsageError, one_of
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
@@ -419,6 +419,6 @@ def check_shapes(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
     """Raise UsageError unless ``params``, of a checkpoint, have all of these arrays, in these shapes."""
     for name, shape in shapes.items():
         if name not in params:
-            raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
+            raise UsageError(f"the checkpoint has no {name!r}; {one_of(name, sorted(params))}")
         if tuple(params[name].shape) != shape:
             raise UsageError(f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {shape}")
