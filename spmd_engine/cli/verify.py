@@ -300,7 +300,8 @@ def verify_import(
     """Print the distance of each layer from its reference, and the first that differs; return whether all agree."""
     tolerance = tolerance or TOLERANCE
     arrays = on_all_ranks(mesh.group(), lambda: _read(reference))
-    engine, pretrained = open_pretrained(ModelConfig(path, dtype="float64"), mesh, composition, device=device)
+    model = ModelConfig(path, dtype="float64")
+    engine, pretrained = open_pretrained(model, mesh, composition, device=device, trained=False)
     distances = compare_activations(engine, arrays, tolerance)
     first = next((row for row in distances if row.place is not None), None)
     if mesh.rank > 0:
