@@ -11,6 +11,7 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.axes import MeshPosition, Over, axes_text, checked_axes, count_ranks, rank_grid
 from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.comm.group import Group, Out, Sizes
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.other_ranks import OtherRanks
@@ -166,7 +167,7 @@ class Mesh(Collectives, MeshPosition):
     ``order``: which rank is at each position, for unequal ranks: see ``ranks_by_position``.
     ``Mesh(pipe=2, model=(1, 2))``: stages may have different sizes along an axis. A group over ``pipe`` then includes
     that axis, and ``axes`` are those of this rank's stage.
-    Raises MeshError if the sizes do not give the number of ranks, or the order names other ranks.
+    Raises MeshError if the sizes do not give the number of ranks, the order names other ranks, or axes have no names.
     """
 
     others: OtherRanks  #: the ranks of the job that are not on the mesh, if there are any
@@ -183,6 +184,8 @@ class Mesh(Collectives, MeshPosition):
         order: Sequence[int] | None = None,
         **axes: int | Sequence[int],
     ) -> None:
+        if comm is not None and not isinstance(comm, Communicator):
+            raise MeshError(f"Mesh({comm!r}): give axes by name, as in Mesh(data=2, model=2)")
         self.comm = comm if comm is not None else world()
         self.others = OtherRanks(self.comm)
         self.axes = self.all_axes = checked_axes(axes or {"data": self.comm.size})
@@ -202,7 +205,8 @@ class Mesh(Collectives, MeshPosition):
     def _validate(self) -> None:
         ranks = count_ranks(self.all_axes)
         if ranks != self.comm.size:
-            raise WrongNumberOfRanks(str(self), ranks, self.comm.size)
+            threads = current_thread_communicator() is not None
+            raise WrongNumberOfRanks(str(self), ranks, self.comm.size, threads=threads)
 
     def group(self, over: Over = None, *, among: Mapping[str, Sequence[int]] | None = None) -> Group:
         """The ranks that differ from this one only along ``over``, as a Group; created on first use.

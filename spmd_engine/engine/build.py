@@ -25,11 +25,13 @@ def build_engine(
     device: str = "cpu",
     drawn: bool = True,
     placed: bool = True,
+    trained: bool = True,
 ) -> LayeredEngine:
     """The engine that a composition of a model describes, on this mesh; unless ``drawn``, its parameters are zeros.
 
     Unless ``placed``, or if it is one of the mesh's ``others``, this rank is outside the engine's mesh, and the given
     one may have any size; it then computes the layers that the composition assigns to it.
+    Unless ``trained``, the engine is for inference alone, and holds neither gradients nor masters.
     Raises UsageError if the composition cannot work there.
     """
     engine_model = model.build(composition)
@@ -49,6 +51,7 @@ def build_engine(
         dtype=dtype_of(model.dtype),
         backend=open_device(mesh, device),
         drawn=drawn,
+        trained=trained,
         **composition.how_on(mesh.axes),
     )
 

@@ -15,7 +15,6 @@ from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.helpers import HelpedNeighbours, HelpedPasses, parse_assign
-from spmd_engine.engine.offload.stash import Stash
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, check_recompute, segments
 from spmd_engine.engine.schedules import Schedule
@@ -100,6 +99,7 @@ def place(
     stages: Division = "even",
     recompute: Recompute | str = Recompute.NONE,
     assign: str | None = None,
+    trained: bool = True,
     together: bool = False,
 ) -> EngineState:
     """The model on this mesh; its parameters are zeros. Options are those of ``LayeredEngine``, and ``together``.
@@ -117,7 +117,8 @@ def place(
         recompute=recompute,
     )
     described = dict(model.parameters())
-    store = ParameterStore(described, assignment, mesh, layout, storage, dtype, backend, together=together)
+    how: dict[str, Any] = {"together": together, "trained": trained}
+    store = ParameterStore(described, assignment, mesh, layout, storage, dtype, backend, **how)
     frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)
     buffers = Buffers(model, assignment.held, mesh, layout, dtype, backend, frozen.arrays)
     extras = Extras(buffers, SideOutputs(model, mesh, layout))
@@ -129,7 +130,6 @@ def place(
     passes = [assignment.chunks[number] for number in assignment.mine]
     reducer = Reducer(store.storages, assignment.uses, passes)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
-    stash = Stash(store.offload_target) if store.offload_target and "activations" in storage.offload.kinds else None
 
     def neighbours_of(chunks: Sequence[range], places: Sequence[int]) -> PipelineNeighbours:
         if uneven_axes(mesh.all_axes):
@@ -138,7 +138,7 @@ def place(
 
     def chunk_of(layers: range) -> Chunk:
         parts = segments(model, layers, Recompute(recompute))
-        return Chunk(parts, model.layers, shards, unsharder, reducer, extras, stash, dtype)
+        return Chunk(parts, model.layers, shards, unsharder, reducer, extras, store.places.stash, dtype)
 
     stages = mesh.axes.get(PIPE, 1)
     neighbours = neighbours_of(assignment.chunks, [number % stages for number in range(len(assignment.chunks))])
