@@ -61,7 +61,7 @@ class Workload:
     def validation(self) -> list[Batch]:
         """The batches to evaluate on; none on a rank outside the mesh."""
         data = self.job.data
-        if isinstance(self.engine, LayeredEngine) and not self.engine.is_placed:
+        if not self.engine.input_sharding:
             return []
         sizes = {"size": data.batch_size, "micro_batches": data.micro_batches}
         return self.data.validation_batches(self.engine, samples=data.eval_samples, **sizes)
