@@ -110,7 +110,7 @@ class Trainer:
         max_skipped: int = 0,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        _check_arguments(engine, optimizer, batches, rate)
+        _check_arguments(engine, optimizer, batches, rate, grad_clip)
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.hooks = stop, max_skipped, tuple(hooks)
@@ -219,6 +219,8 @@ class Trainer:
 
     def run(self, steps: int) -> Iterator[StepReport]:
         """Make steps until ``steps`` are done in all, or until a signal: each when its report is taken."""
+        if not hasattr(steps, "__float__"):
+            raise UsageError(f"Trainer.run({steps!r}): give the number of steps in all")
         return _Steps(self, steps)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -297,14 +299,15 @@ def _all_finite(x: Any) -> bool:
     return bool(backend_of(x).xp.isfinite(x).all())
 
 
-def _check_arguments(engine: Any, optimizer: Any, batches: Any, rate: Any) -> None:
+def _check_arguments(engine: Any, optimizer: Any, batches: Any, rate: Any, grad_clip: Any) -> None:
     expectations = {
         "engine": (isinstance(engine, ShardedEngine), "a ShardedEngine, not its class"),
         "optimizer": (isinstance(optimizer, Optimizer), "an Optimizer, as SGD(), not its class"),
         "batches": (callable(batches), "a function of the step, as lambda step: batch_of(x, y, engine, step=step)"),
         "rate": (callable(rate), "a function of the step, as lambda step: 0.1"),
+        "grad_clip": (hasattr(grad_clip, "__float__"), "a number"),
     }
-    arguments = {"engine": engine, "optimizer": optimizer, "batches": batches, "rate": rate}
+    arguments = {"engine": engine, "optimizer": optimizer, "batches": batches, "rate": rate, "grad_clip": grad_clip}
     for name, (fits, expected) in expectations.items():
         if not fits and arguments[name] is not None:  # None in a trainer for evaluations only
             description = described(arguments[name])

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from spmd_engine.training.data.images import Images
     from spmd_engine.training.data.token_data import PreparedData
 
+WARMUP = 50  #: most steps until the learning rate peaks, unless a job gives them
 PAGE_MODEL = "mlp"  #: the model's name in a job of a page: each page has its own small model
 _WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
 
@@ -211,7 +212,7 @@ def _open_page(job: TrainConfig, mesh: Mesh) -> Workload:
     name, dtype = job.strategy or "", job.model.dtype
     page: Any = strategy_named(name)
     if job.model.name != PAGE_MODEL:
-        raise UsageError(f"--strategy {name} has a small model of its own: leave --model out, or give {PAGE_MODEL}")
+        raise UsageError(f"--strategy {name} has a small model of its own: leave out --model {job.model.name}")
     _check_undivided(job, f"--strategy {name}")
     if job.model.dropout:
         raise UsageError(f"--strategy {name}: pages of strategies/ have no dropout")
@@ -245,7 +246,9 @@ def optimizer_of(training: StepConfig) -> Optimizer:
 
 def rate_of(training: StepConfig) -> WarmupCosine:
     """The learning rate that a job describes."""
-    return WarmupCosine(training.learning_rate, training.decay_steps or training.steps, training.warmup)
+    steps = training.decay_steps or training.steps
+    warmup = min(WARMUP, steps // 10) if training.warmup is None else training.warmup
+    return WarmupCosine(training.learning_rate, steps, warmup)
 
 
 def make_trainer(workload: Workload) -> Trainer:
