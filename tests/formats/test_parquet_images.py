@@ -73,9 +73,7 @@ def test_what_is_wrong_is_one_line_with_the_row(tmp_path):
     images = [encoded(pixels) for pixels in PIXELS[:3]]
     refused({"image": images}, "x.parquet: its columns are image; call those of images image, label")
     refused({"image": images, "label": [0, None, 1]}, "x.parquet, row 1: the class is None; classes are whole numbers")
-    refused(
-        {"image": [*images[:2], None], "label": [0, 1, 2]}, "x.parquet, row 2: there is no image, as bytes"
-    )
+    refused({"image": [*images[:2], None], "label": [0, 1, 2]}, "x.parquet, row 2: there is no image, as bytes")
     refused({"image": [*images[:2], b"GIF"], "label": [0, 1, 2]}, "x.parquet, row 2 is no image in a format that is")
     spoilt = images[1][:-30]
     refused({"image": [images[0], spoilt, images[2]], "label": [0, 1, 2]}, "row 1 is damaged or cannot be read")
