@@ -8,6 +8,7 @@ from dataclasses import asdict
 import click
 
 from spmd_engine.cli.options import open_mesh, takes_job
+from spmd_engine.cli.show_images import print_images
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.files import check_ending
 from spmd_engine.formats.token_file import TokenFile, open_token_file
@@ -17,7 +18,7 @@ from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.data.prepare import prepare as prepare_file
 from spmd_engine.training.data.token_data import check_digests
 
-BYTES = "bytes"
+BYTES, SHEET = "bytes", "contact-sheet.png"
 
 
 @click.group(short_help="Encode a corpus once, as a file of tokens.")
@@ -63,6 +64,20 @@ def inspect(path: str, verify: bool, as_json: bool) -> None:
         check_digests(file, file.digests(0, file.facts.documents))
     if launcher_rank() == 0:
         click.echo(json.dumps(asdict(file.facts)) if as_json else _description(file))
+
+
+@data.command()
+@click.argument("path")
+@click.option("-n", "count", type=click.IntRange(1, 100), default=5, show_default=True, help="Images of each class.")
+@click.option("--output", metavar="FILE", default=SHEET, show_default=True, help="Contact sheet of images to write.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(path: str, count: int, output: str, as_json: bool) -> None:
+    """Print the classes of a data set of images, and write the first images of each class as the model will see them.
+
+    PATH is what train --data takes for images. What of it is not read is printed, too, with the reason.
+    """
+    if launcher_rank() == 0:
+        print_images(path, count, output, as_json)
 
 
 def _description(file: TokenFile) -> str:
