@@ -322,7 +322,7 @@ class ShapeChanges(Hook):
 
         run, reshaper = self._run, self._reshaper
         assert reshaper
-        if shape.composition.offload or reshaper.shape.composition.offload:
+        if any(each.composition.storage.places.kinds for each in (shape, reshaper.shape)):
             raise UsageError("a live migration cannot move what is offloaded: use --protocol stop-and-copy")
         self._live = LiveMigration(reshaper, shape, self._step_seconds, within)
         self._notices, plan = notices, {"request": self._request_id, **self._live.plan.as_json()}

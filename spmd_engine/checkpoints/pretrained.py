@@ -51,9 +51,11 @@ def open_pretrained(
     composition: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
     *,
     device: str = "cpu",
+    trained: bool = True,
 ) -> tuple[LayeredEngine, Pretrained]:
     """The engine, on this mesh, of a model that is given by path, with its weights, and their source. Collective.
 
+    Unless ``trained``, it is for inference alone, and holds neither gradients nor masters.
     Raises UsageError for a built-in model of ``MODELS``: it has no weights, since they are drawn at random.
     """
     if model.path is None:
@@ -61,7 +63,7 @@ def open_pretrained(
         hint = f"for those in {other} write {other}" if other else "give the path of a folder, or the run that has them"
         raise UsageError(f"{model.name} is a built-in model, which has no weights; {hint}")
     model = with_shape(model, mesh.group())
-    engine = build_engine(model, mesh, composition, device=device, drawn=False)
+    engine = build_engine(model, mesh, composition, device=device, drawn=False, trained=trained)
     return engine, load_pretrained(engine, model.name, model.adapter)
 
 

@@ -35,7 +35,6 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE, Assignment, overlaps, shares_text
 from spmd_engine.engine.state.engine_state import Copies, assigned
 from spmd_engine.engine.zero.compression import compression
-from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.errors import CommunicationTimeout, UsageError, one_of
 from spmd_engine.foreign import reading
 from spmd_engine.models import Model
@@ -262,13 +261,10 @@ class Reshaper:
     def _bytes(self, shape: Shape, assignment: Assignment) -> int:
         """Bytes in memory of a rank's parameters, gradients and optimizer state."""
         storage, total = shape.composition.storage, 0
-        zero, away = storage.stage(shape.axes), storage.offload.kinds
         for group in assignment.groups:
             part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.cut))
-            parameters, gradients, state = bytes_held(group.size, part, zero, self.engine.dtype)
-            total += gradients
-            total += 0 if "parameters" in away else parameters
-            total += 0 if "optimizer" in away else len(self.optimizer.kinds) * state
+            table = storage.table(shape.axes, group.summed.cut, self.engine.dtype)
+            total += sum(table.bytes_by_class(group.size, part, len(self.optimizer.kinds)).values())
         return total
 
     def position_in(self, shape: Shape) -> MeshPosition | None:
