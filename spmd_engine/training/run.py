@@ -28,7 +28,15 @@ from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.pictures import html_table
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
-from spmd_engine.training.observers import ActivityFile, EventLog, MetricsFile, Observer, Observers, lines_up_to
+from spmd_engine.training.observers import (
+    ActivityFile,
+    DataPicture,
+    EventLog,
+    MetricsFile,
+    Observer,
+    Observers,
+    lines_up_to,
+)
 from spmd_engine.training.trainer import StepReport, Trainer, by_rank
 
 logger = logging.getLogger(__name__)
@@ -91,7 +99,7 @@ class Run:
         self.evaluation: Evaluation | None = None  #: the last one
         self.memory_limits: list[int] = []  #: bytes that each rank of the world may use: its part of its node's
         self.hooks = trainer.hooks = (*trainer.hooks, *hooks)
-        files = MetricsFile(), EventLog(self.folder), ActivityFile()
+        files = MetricsFile(), EventLog(self.folder), ActivityFile(), DataPicture(self.folder)
         self._observers = Observers((*files, *observers) if self.engine.device_id == 0 else ())
 
     @property

@@ -76,7 +76,9 @@ def test_a_user_engine_sends_what_its_dry_run_predicts():
     assert step.flops == 2 * (2 * 4 * 5 * 3)  # forward, and the weights' gradient
     assert predicted.parameters == 15
     table = _layers(step)
-    assert list(table.columns[0].cells) == ["the engine"] and list(table.columns[-1].cells) == [f"{step.bytes_sent:,.0f}"]
+    assert list(table.columns[0].cells) == ["the engine"] and list(table.columns[-1].cells) == [
+        f"{step.bytes_sent:,.0f}"
+    ]
 
 
 def test_code_that_reads_values_is_an_error():
