@@ -12,10 +12,11 @@ import click
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.digest import differences, digest_of_checkpoint, digest_text
 from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER, Manifest
-from spmd_engine.checkpoints.hf.export import NAMES, export_adapters, export_huggingface
-from spmd_engine.checkpoints.hf.weights import merged
+from spmd_engine.checkpoints.hf.export import NAMES, export_adapters, export_gguf, export_huggingface
+from spmd_engine.checkpoints.hf.weights import Pretrained, merged
 from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard_checkpoint
 from spmd_engine.cli.values import Choice, WholeRange
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import UsageError
@@ -138,35 +139,75 @@ def reshard(path: str, folder: str, files: int) -> None:
 @click.option(
     "--format",
     "kind",
-    type=Choice(["safetensors", "huggingface", "peft"]),
+    type=Choice(["safetensors", "huggingface", "gguf", "peft"]),
     default="safetensors",
     show_default=True,
-    help="One file with our names, a folder for transformers, or a folder of adapters for PEFT.",
+    help="One file with our names, a folder for transformers, a file for llama.cpp, or a folder of adapters for PEFT.",
 )
-@click.option("--dtype", type=Choice(list(NAMES)), default="float32", show_default=True, help="Dtype in a folder.")
+@click.option(
+    "--dtype",
+    type=Choice(list(NAMES)),
+    default="float32",
+    show_default=True,
+    help="Dtype in a folder or GGUF file; there float32, float16 or bfloat16.",
+)
 def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> None:
     """Write the parameters and buffers of a checkpoint as one plain safetensors file TARGET, every array whole.
 
     Under mpiexec, the ranks share the work and write in parallel. 'infer --checkpoint FILE' reads the file. With
     --format huggingface, TARGET is a folder with config.json, for 'AutoModelForCausalLM.from_pretrained' and for
-    --model; it gets the tokenizer that the run began with, and adapters are merged into the weights. With --format peft
-    it has the adapters only.
+    --model; it gets the tokenizer that the run began with, and adapters are merged into the weights. With --format gguf
+    TARGET is a file with the same content. With --format peft it is a folder with the adapters only.
     """
     if kind != "safetensors" and optimizer:
         raise UsageError(f"--format {kind} has only parameters; omit --optimizer")
-    check_ending("export", target, *([".safetensors"] if kind == "safetensors" else []))
+    check_ending("export", target, *_ENDINGS.get(kind, ()))
     opened, manifest = _open(path)
     with Mesh() as mesh, reading(f"{target} cannot be written"):
         group = mesh.group() if mesh.size > 1 else None
         if kind != "safetensors":
-            _export_folder(opened, manifest.config, target, kind, dtype, group)
+            _export_for_others(opened, manifest.config, target, kind, dtype, group)
         else:
             export_checkpoint(opened, OPTIMIZER if optimizer else MODEL, target, group)
     if launcher_rank() == 0:
         click.echo(target)
 
 
-def _export_folder(opened: Checkpoint, config: Any, target: str, kind: str, dtype: str, group: Group | None) -> None:
+@checkpoint.command()
+@click.argument("model")
+@click.argument("target")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["huggingface", "gguf"]),
+    help="A folder for transformers, or a file for llama.cpp. [default: gguf if TARGET ends with .gguf]",
+)
+@click.option(
+    "--dtype", type=click.Choice(list(NAMES)), default="float32", show_default=True, help="Dtype of the weights."
+)
+def convert(model: str, target: str, kind: str | None, dtype: str) -> None:
+    """Write a pretrained MODEL, a GGUF file or a folder, in the other format, as TARGET, without a run.
+
+    Blocks of a GGUF file are unpacked. The tokenizer is handed on. Under mpiexec, the ranks share the work.
+    """
+    kind = kind or ("gguf" if target.endswith(".gguf") else "huggingface")
+    check_ending("convert", target, *_ENDINGS.get(kind, ()))
+    with Mesh() as mesh, reading(f"{target} cannot be written"):
+        pretrained = on_all_ranks(mesh.group(), lambda: Pretrained(model))
+        on_rank_zero(mesh.group(), pretrained.check_files)
+        write = export_gguf if kind == "gguf" else export_huggingface
+        group = mesh.group() if mesh.size > 1 else None
+        write(pretrained, pretrained.shape, target, group, dtype=dtype, beside=pretrained.path)
+    if launcher_rank() == 0:
+        click.echo(target)
+
+
+_ENDINGS = {"safetensors": [".safetensors"], "gguf": [".gguf"]}  #: of files, by format
+
+
+def _export_for_others(
+    opened: Checkpoint, config: Any, target: str, kind: str, dtype: str, group: Group | None
+) -> None:
     model = TrainConfig.from_json(config, f"{opened.path}: config").model
     shape = model.shape or shape_named(model.name)
     shape = shape.changed(mixture=model.mixture or shape.mixture, vocabulary=model.vocabulary or shape.vocabulary)
@@ -176,7 +217,8 @@ def _export_folder(opened: Checkpoint, config: Any, target: str, kind: str, dtyp
         export_adapters(opened, shape, model.lora, target, group, dtype=dtype, base=model.path)
         return
     arrays = opened if model.lora is None else merged(opened, shape, model.lora)
-    export_huggingface(arrays, shape, target, group, dtype=dtype, beside=model.path)
+    write = export_gguf if kind == "gguf" else export_huggingface
+    write(arrays, shape, target, group, dtype=dtype, beside=model.path)
 
 
 def _open(path: str) -> tuple[Checkpoint, Manifest]:

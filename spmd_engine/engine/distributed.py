@@ -146,8 +146,8 @@ class DistributedEngine(StoredEngine):
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
         self.engine.load_checkpoint(params)
-        halves = any(storage.has_masters for storage in self.storages)
-        self._take(params if halves else self.engine.parameters)  # of 16-bit floats, masters before they are rounded
+        rounds = any(storage.table.rounds for storage in self.storages)
+        self._take(params if rounds else self.engine.parameters)  # masters before they are rounded
 
     def _take(self, arrays: Mapping[str, Any]) -> None:
         for name, part in self.parameters.items():

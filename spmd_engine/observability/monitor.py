@@ -280,7 +280,7 @@ def _parts_held(run: RunRecord, axes: Mapping[str, int]) -> list[str]:
     composition = job.composition.changed(mesh=dict(axes))
     model = job.model.build(composition)
     sharded = composition.storage.stage(axes) >= 3
-    counts = [owned if sharded else whole for whole, owned, _ in elements_per_rank(model, axes, composition)]
+    counts = [each.owned if sharded else each.whole for each in elements_per_rank(model, axes, composition)]
     return [f"{100 * count / max(1, model.parameter_count):.3g}%" for count in counts]
 
 

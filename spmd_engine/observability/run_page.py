@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -306,7 +307,16 @@ def _thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.nd
 
 
 def _of_run(run: RunRecord, named: bool) -> str:
-    parts = [_time_of_step(run), _memory(run), _traffic(run), _sharding(run), _events(run), _sample(run), _facts(run)]
+    parts = [
+        _time_of_step(run),
+        _memory(run),
+        _traffic(run),
+        _sharding(run),
+        _events(run),
+        _sample(run),
+        _data(run),
+        _facts(run),
+    ]
     return f"<article>{f'<h2>{escape(run.name)}</h2>' if named else ''}{''.join(parts)}</article>"
 
 
@@ -454,6 +464,16 @@ def _signal(number: Any) -> str:
 def _sample(run: RunRecord) -> str:
     sample = run.last("finished").get("sample")
     return _section("A sample", f"<pre>{escape(str(sample))}</pre>") if sample else ""
+
+
+def _data(run: RunRecord) -> str:
+    if not run.picture:
+        return ""
+    source = f"data:image/png;base64,{b64encode(run.picture).decode()}"
+    text = "The first images of each class, as the model gets them"
+    return _section(
+        "Data", f'<figure class="wide"><img src="{source}" alt="{text}"><figcaption>{text}</figcaption></figure>'
+    )
 
 
 def _facts(run: RunRecord) -> str:

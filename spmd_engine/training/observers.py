@@ -1,4 +1,4 @@
-"""What rank 0 reports of a run: observers, and the files that three of them write to its folder."""
+"""What rank 0 reports of a run: observers, and the files that four of them write to its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from spmd_engine.arrays.products import in_use, unfit
 from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.errors import UsageError
-from spmd_engine.files import open_regular
+from spmd_engine.files import open_regular, output_file
 from spmd_engine.runtime.activity import State
 from spmd_engine.runtime.watchdog import condition_of
 from spmd_engine.training.hooks import Hook
@@ -141,6 +141,20 @@ class MetricsFile(Observer):
             return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return False
+
+
+class DataPicture(Observer):
+    """``data.png``: a picture of the data that a run learns from, if there is one and Pillow is installed."""
+
+    NAME = "data.png"
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / self.NAME
+
+    def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
+        if workload.picture is not None:
+            with suppress(UsageError), output_file(self._path, "the run", follow=False) as file:
+                file.write(workload.picture())
 
 
 class EventLog(Observer):

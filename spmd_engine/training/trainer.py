@@ -154,9 +154,7 @@ class Trainer:
             self.stop.to_save = True
         # Only this proves that all ranks skip: each may have taken the norm of its own copy of the summed gradients.
         requests = sum(bool(hook.has_request(step + 1)) << place for place, hook in enumerate(self.hooks))
-        seconds, facts, signal, self.requested = metrics.close(
-            skips, self.stop.received if self.stop else None, requests
-        )
+        seconds, facts, signal, self.requested = metrics.close(skips, self._received() if self.stop else None, requests)
         skipped = self._skip(loss, norm, batch) if skips else None
         if self.loss_scale:
             self.loss_scale.update(overflow=skips)
@@ -261,9 +259,16 @@ class Trainer:
         if watches:
             self._takes_signal()  # one that came in the last batch: no step follows
 
+    def _received(self) -> int:
+        """The number of a signal that this rank has received or, on rank 0, one that is not on the mesh; 0 for none."""
+        assert self.stop
+        if self.stop.to_save:
+            self.stop.receive(self.engine.mesh.others.signal())
+        return self.stop.received
+
     def _takes_signal(self) -> int:
         assert self.stop
-        signal = self.engine.group().all_reduce(np.array(self.stop.received), "max", label="signal")
+        signal = self.engine.group().all_reduce(np.array(self._received()), "max", label="signal")
         self.stop.take(int(signal))
         return self.stop.taken
 
@@ -323,7 +328,7 @@ class StepMetrics:
 
     def __init__(self, mesh: Mesh, brief: bool = False) -> None:
         self._mesh, self._brief, self._began = mesh, brief, perf_counter()
-        self._alone = mesh.size == 1 and not mesh.helpers
+        self._alone = mesh.others.world.size == 1
         self._before = None if self._alone or brief else _state(mesh)
 
     def close(
@@ -419,8 +424,8 @@ def _check_equal(skips: np.ndarray) -> None:
 
 
 def _counted_axes(mesh: Mesh) -> list[str]:
-    """The axes of the mesh, and that of messages with helper ranks."""
-    return [*mesh.axes, *([mesh.outside.axes] if mesh.outside else [])]
+    """The axes of the mesh, and that of messages with other ranks."""
+    return [*mesh.axes, *(["helper"] if mesh.others.world.size > mesh.size else [])]
 
 
 def _state(mesh: Mesh) -> np.ndarray:

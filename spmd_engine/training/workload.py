@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,7 @@ class Workload:
     data: SampledData
     writes: bool = False  #: whether it is a model of text
     token_file: TokenFile | None = None  #: the file of the corpus, if it is a token file
+    picture: Callable[[], bytes] | None = None  #: draws the data as a PNG; raises UsageError without Pillow
 
     @property
     def parameter_count(self) -> int:
@@ -62,7 +65,7 @@ class Workload:
     def validation(self) -> list[Batch]:
         """The batches to evaluate on; none on a rank outside the mesh."""
         data = self.job.data
-        if isinstance(self.engine, LayeredEngine) and not self.engine.is_placed:
+        if not self.engine.input_sharding:
             return []
         sizes = {"size": data.batch_size, "micro_batches": data.micro_batches}
         return self.data.validation_batches(self.engine, samples=data.eval_samples, **sizes)
@@ -186,6 +189,7 @@ def _open_code(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
 
 def _open_images(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
     """The workload of images; its job gets the sizes that the model is built for."""
+    from spmd_engine.training.data.contact_sheet import sheet_of
     from spmd_engine.training.data.images import ImageData, load_images  # imports the formats of images
 
     images = load_images(mesh.group(), job.data.path)
@@ -193,7 +197,7 @@ def _open_images(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
     job = job.with_options(images=_model_sizes(asdict(images.shape), job))
     engine = _build(job, mesh, placed)
     data = ImageData(images, dtype=job.model.dtype, augment=job.data.augment, seed=job.model.seed)
-    return Workload(job, engine, images, data)
+    return Workload(job, engine, images, data, picture=partial(sheet_of, images))
 
 
 def _model_sizes(data_sizes: dict[str, int], job: TrainConfig) -> dict[str, int]:
