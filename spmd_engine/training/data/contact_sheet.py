@@ -35,8 +35,6 @@ def holds_images(path: str | Path) -> bool:
     if is_table(path):
         with reading(f"{path} cannot be read as a table"):
             return None not in table_columns(read_text(path).partition("\n")[0])[:2]
-    if not path.exists():  # its reader says so
-        return False
     with reading(f"{path} cannot be read"), path.open("rb") as file:
         content = file.read(len(MAGIC))
     if content == MAGIC:
