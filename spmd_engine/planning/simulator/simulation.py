@@ -9,10 +9,10 @@ a node share its cores evenly. Ranks that move bytes themselves do so while they
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 from spmd_engine.axes import MeshPosition, count_ranks
@@ -52,6 +52,10 @@ class SimulatedCall:
     worked: int = 0  #: ranks that have moved their part, where ranks move bytes themselves
     done: float | None = None  #: seconds at which it completed
     waiters: list[Callable[[], None]] = field(default_factory=list)  #: called at each change
+
+    def duration(self, collectives: CollectiveTimes) -> Duration:
+        """How long it takes when all its ranks have begun it."""
+        return collectives.of("send" if self.operation == "message" else self.operation, self.ranks, self.size)
 
 
 def simulated_ranks(analysis: StepAnalysis, most: int = MOST_RANKS) -> list[int]:
@@ -139,30 +143,33 @@ class _Groups:
         return self._ranks_by_group[key]
 
 
-def calls_by_computation(step: RankStep) -> dict[int, tuple[list[int], list[int], list[list[int]]]]:
-    """For each computation's number: the communications that begin before it and end later, those that began earlier
-    and end before it, and runs of those that begin and end before it. Communications are given by number.
+BEGIN, WAIT, WORK = "begin", "wait", "work"
 
-    The communications of a run begin together: one collective, or consecutive messages. They are waited for when all
-    have begun, as in a ring, where each rank sends before it receives.
+
+def program_of(step: RankStep) -> Iterator[tuple[str, int]]:
+    """What a rank does in a step, in order: it begins the communication of this number, waits for it, or does the work
+    of the computation of this number.
+
+    Of communications that nothing hides, a rank waits for consecutive messages when all of them have begun, as in a
+    ring, where each rank sends before it receives.
     """
-    plan: dict[int, tuple[list[int], list[int], list[list[int]]]] = defaultdict(lambda: ([], [], []))
-    for number, communication in enumerate(step.communications):
-        if communication.begins < communication.ends:
-            plan[communication.begins][0].append(number)
-            plan[communication.ends][1].append(number)
+    begun, ended, exposed = (defaultdict[int, list](list) for _ in range(3))  # before each computation
+    for number, call in enumerate(step.communications):
+        if call.begins < call.ends:
+            begun[call.begins].append(number)
+            ended[call.ends].append(number)
             continue
-        runs = plan[communication.begins][2]
-        if (
-            runs
-            and communication.ends_of_message
-            and runs[-1][-1] == number - 1
-            and step.communications[number - 1].ends_of_message
-        ):
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return plan
+        runs, last = exposed[call.begins], step.communications[number - 1]
+        if not runs or runs[-1][-1] != number - 1 or call.peer is None or last.peer is None:
+            runs.append([])
+        runs[-1].append(number)
+    for number in range(len(step.computations) + 1):
+        yield from product([BEGIN], begun[number])
+        yield from product([WAIT], ended[number])
+        for run in exposed[number]:
+            yield from product([BEGIN, WAIT], run)
+        if number < len(step.computations):
+            yield WORK, number
 
 
 # --- The simulation
@@ -256,38 +263,32 @@ class _Simulation:
 
     def _program(self, rank: int) -> Waits:
         step, calls = self.steps[rank], self.calls[rank]
-        plan = calls_by_computation(step)
         works, hosts = self.compute.seconds(rank, step.computations)
         launched = 0.0  # when a device's host has launched the next work
-        for number in range(len(step.computations) + 1):
-            if number in plan:
-                begins, ends, runs = plan[number]
-                for index in begins:
-                    self._begin(rank, calls[index])
-                for index in ends:
-                    yield from self._wait(rank, calls[index], step.communications[index].trace_name)
-                    if calls[index].operation == "message":  # the host, too, waits for messages of other stages
-                        launched = max(launched, self.clock)
-                for run in runs:
-                    for index in run:
-                        self._begin(rank, calls[index])
-                    for index in run:
-                        yield from self._wait(rank, calls[index], step.communications[index].trace_name)
-            if number < len(step.computations):
-                computation = step.computations[number]
-                moved, streams = (computation.loaded, computation.stored), computation.phase == Phases.UPDATE
-                ready = (self.disks.stream if streams else self.disks.read_ahead)(rank, self.clock, *moved)
-                if not streams:
-                    yield "at", ready
-                began = self.clock
-                launched += hosts[number]
-                work = works[number] + (0.0 if streams else self.disks.copy_seconds(rank, sum(moved)))
-                yield "work", max(work, launched - began)
-                if computation.waits:  # the host has waited for the device
-                    launched = self.clock
+        for what, number in program_of(step):
+            if what == BEGIN:
+                self._begin(rank, calls[number])
+                continue
+            if what == WAIT:
+                communication = step.communications[number]
+                yield from self._wait(rank, calls[number], communication.trace_name)
+                if communication.peer is not None and communication.priority:
+                    launched = max(launched, self.clock)  # the host, too, waits for messages of other stages
+                continue
+            computation = step.computations[number]
+            moved, streams = (computation.loaded, computation.stored), computation.phase == Phases.UPDATE
+            ready = (self.disks.stream if streams else self.disks.read_ahead)(rank, self.clock, *moved)
+            if not streams:
                 yield "at", ready
-                self.working[rank] += work
-                self.spans.append(Span(rank, computation.name, COMPUTE, began, self.clock))
+            began = self.clock
+            launched += hosts[number]
+            work = works[number] + (0.0 if streams else self.disks.copy_seconds(rank, sum(moved)))
+            yield "work", max(work, launched - began)
+            if computation.waits:  # the host has waited for the device
+                launched = self.clock
+            yield "at", ready
+            self.working[rank] += work
+            self.spans.append(Span(rank, computation.name, COMPUTE, began, self.clock))
 
     def _advance(self, rank: int, program: Waits) -> None:
         """Continue a rank until it waits."""
@@ -311,7 +312,7 @@ class _Simulation:
         call.begun[rank] = self.clock
         if len(call.begun) < call.expected:
             return
-        duration = self._duration(call)
+        duration = call.duration(self.collectives)
         if duration.works:
             self._wake(call)
         elif duration.seconds == 0:
@@ -319,10 +320,6 @@ class _Simulation:
         else:
             heappush(self._queue, (call.priority, next(self._order), call))
             self._start_queued()
-
-    def _duration(self, call: SimulatedCall) -> Duration:
-        operation = "send" if call.operation == "message" else call.operation
-        return self.collectives.of(operation, call.ranks, call.size)
 
     def _start_queued(self) -> None:
         """Start the calls whose ranks all have free links, the most urgent first."""
@@ -335,7 +332,7 @@ class _Simulation:
                 continue
             for rank in call.begun:
                 self._ports[rank] = True
-            ends = self.clock + self._duration(call).seconds
+            ends = self.clock + call.duration(self.collectives).seconds
             self._schedule(ends, lambda call=call: self._arrived(call))
         for entry in left:
             heappush(self._queue, entry)
@@ -359,7 +356,7 @@ class _Simulation:
         began = self.clock
         while len(call.begun) < call.expected:
             yield "until", call
-        duration = self._duration(call)
+        duration = call.duration(self.collectives)
         if duration.works:
             yield "work", duration.seconds
             self.working[rank] += duration.seconds
