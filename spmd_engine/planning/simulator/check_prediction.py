@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis, position_of
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.simulator.simulation import Prediction, simulate
+from spmd_engine.planning.simulator.simulation import Prediction
 from spmd_engine.training.trace import COMMUNICATION, COMPUTE, TimedSpan, trace_events, trace_text
 
 Line = tuple[str, str, str]  # operation, axes and label
@@ -103,16 +102,6 @@ def traffic(predicted: Sums, measured: Sequence[Sums]) -> list[dict[str, Any]]:
             total[f"{prefix}calls"] += calls
             total[f"{prefix}bytes"] += sent
     return list(totals.values())
-
-
-def prediction_facts(analysis: StepAnalysis, find_machine: Callable[[], Machine]) -> dict[str, Any]:
-    """The prediction in ``metrics.jsonl``; with seconds, if the machine has enough ranks."""
-    facts = {"bytes_sent": analysis.bytes_sent, "calls": analysis.calls, "peak_bytes": analysis.peak_bytes}
-    try:
-        machine = find_machine()
-        return facts | {"seconds": simulate(analysis, machine).seconds, "machine": machine.name}
-    except UsageError:
-        return facts
 
 
 # --- A measured trace compared with a predicted one. In both, a rank's time in a step has four parts: *compute* is the
