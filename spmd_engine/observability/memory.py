@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from spmd_engine.arrays.precision import dtype_of
@@ -153,40 +152,30 @@ def elements_per_rank(
     letters = {letter for array in arrays for letter in array.dims.split()}
     letters |= {array.element[0] for array in arrays if array.element}
     shaping = {PIPE, *(axis for letter in letters for axis in layout.axes(letter))}
-    shares: dict[tuple[int, ...], _Share] = {}
+    shares: dict[tuple[int, ...], tuple[int, list[_Parts], list[_Parts], int]] = {}
     ranks = []
     for place in places:
         where = tuple(place.coordinates[axis] for axis in place.axes if axis in shaping)
         if where not in shares:  # equal for ranks that differ only in their part of the batch
             shares[where] = _share(model, place, layout, itemsize, composition)
-        share = shares[where]
+        whole, parameters, frozen_groups, unsharded = shares[where]
         owned, owned_frozen = (
-            sum(parts[place.index(axes)] for axes, parts in groups) for groups in (share.owned, share.frozen)
+            sum(parts[place.index(axes)] for axes, parts in groups) for groups in (parameters, frozen_groups)
         )
-        ranks.append((share.whole, owned, share.frozen_whole + owned_frozen))
+        ranks.append((whole, owned, unsharded + owned_frozen))
     return ranks
 
 
-@dataclass(frozen=True)
-class _Share:
-    """Elements on the ranks of a stage that hold the same blocks."""
-
-    whole: int  #: of all parameters
-    owned: list[_Parts]  #: of each group of parameters
-    frozen: list[_Parts]  #: of each group of sharded frozen weights
-    frozen_whole: int  #: of frozen weights that are in no group
-
-
-def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: ParallelConfig) -> _Share:
+def _share(
+    model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: ParallelConfig
+) -> tuple[int, list[_Parts], list[_Parts], int]:
+    """Elements on the ranks that hold the same blocks as this one: of all parameters, of each group of parameters and
+    of sharded frozen weights, by part, and of frozen weights that are in no group."""
     assignment = composed_assignment(model, place, layout, itemsize, composition)
 
-    def parts_of(groups: Sequence[ParameterGroup]) -> list[_Parts]:
-        over = [group.summed.cut for group in groups]
-        sizes = [place.axis_size(axes) for axes in over]
-        return [
-            (axes, [part.stop - part.start for part in group.intervals(size)])
-            for group, axes, size in zip(groups, over, sizes, strict=True)
-        ]
+    def parts_of(group: ParameterGroup) -> _Parts:
+        over = group.summed.cut
+        return over, [part.stop - part.start for part in group.intervals(place.axis_size(over))]
 
     sharded_names = {name for group in assignment.frozen for name in group.spans}
     unsharded = 0
@@ -197,7 +186,8 @@ def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, com
             if buffer.frozen and name not in sharded_names and (home is None or home.has(place)):
                 unsharded += prod(layout.spec(buffer.dims).local_shape(buffer.whole(layer.sizes), place))
     parameter_size = sum(group.size for group in assignment.groups)
-    return _Share(parameter_size, parts_of(assignment.groups), parts_of(assignment.frozen), unsharded)
+    groups, frozen = ([parts_of(group) for group in groups] for groups in (assignment.groups, assignment.frozen))
+    return parameter_size, groups, frozen, unsharded
 
 
 def _peak_unsharded_bytes(

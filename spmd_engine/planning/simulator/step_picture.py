@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 from typing import Any
 
 from spmd_engine.pictures import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, text
@@ -59,11 +60,9 @@ def _letter(name: str) -> str:
 
 def _runs(left: int, row: int, letters: list[str]) -> list[Cell]:
     fills = {letter: fill for _, letter, fill, _ in KINDS} | {"-": YELLOW}
-    cells, begin = [], 0
-    for column in range(1, len(letters) + 1):
-        if column == len(letters) or letters[column] != letters[begin]:
-            letter = letters[begin]
-            fill = fills.get(letter, PALE)
-            cells.append(Cell(left + begin, row, column - begin, 1, letter * (column - begin), fill, False, "left"))
-            begin = column
+    cells = []
+    for letter, run in groupby(letters):
+        label = "".join(run)
+        cells.append(Cell(left, row, len(label), 1, label, fills.get(letter, PALE), False, "left"))
+        left += len(label)
     return cells
