@@ -165,7 +165,7 @@ def compare_trace(
     for event in events:
         begin = event["ts"] * 1e-6
         spans[event["pid"]].append((event["name"], event["cat"], begin, begin + event["dur"] * 1e-6))
-    predicted = _split(_spans_by_rank(prediction), 1, prediction.seconds, machine)
+    predicted = _split(prediction.spans, 1, prediction.seconds, machine)
     return TraceComparison(run, predicted, _split(spans, steps, seconds, machine))
 
 
@@ -225,13 +225,6 @@ def _contention(spans: Mapping[int, Sequence], machine: Machine) -> float:
 
 def trace_json(prediction: Prediction, axes: Mapping[str, int]) -> str:
     """The trace of all simulated ranks, as ``train --trace`` writes one."""
-    spans = _spans_by_rank(prediction)
-    by_rank = (trace_events(rank, position_of(rank, axes).coordinates, spans[rank]) for rank in prediction.ranks)
+    spans = prediction.spans.items()
+    by_rank = (trace_events(rank, position_of(rank, axes).coordinates, of_rank) for rank, of_rank in spans)
     return trace_text(event for events in by_rank for event in events)
-
-
-def _spans_by_rank(prediction: Prediction) -> dict[int, list[TimedSpan]]:
-    spans: dict[int, list[TimedSpan]] = defaultdict(list)
-    for span in prediction.spans:
-        spans[span.rank].append((span.name, span.kind, span.start, span.end))
-    return spans

@@ -28,7 +28,7 @@ from spmd_engine.planning.dry_run.step_analysis import (
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
-from spmd_engine.training.trace import COMMUNICATION, COMPUTE
+from spmd_engine.training.trace import COMMUNICATION, COMPUTE, TimedSpan
 
 # --- Matching: which call each communication of a simulated rank belongs to
 
@@ -179,35 +179,24 @@ REDUCES = ("all_reduce", "reduce_scatter", "reduce")
 
 
 @dataclass(frozen=True)
-class Span:
-    """What a rank did from ``start`` to ``end``, in seconds."""
-
-    rank: int
-    name: str
-    kind: str  #: COMPUTE, or COMMUNICATION: waiting for it
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
 class Prediction:
     """A predicted step."""
 
     seconds: float
     ranks: Sequence[int]  #: the simulated ranks; if not all, they represent the others
-    spans: Sequence[Span]
+    spans: Mapping[int, Sequence[TimedSpan]]  #: what each rank does: COMPUTE, or wait for COMMUNICATION
     working: Mapping[int, float]  #: seconds of work of each rank, with a core to itself
+    taken: Mapping[str, float] = field(default_factory=dict)  #: seconds of all spans, by kind
 
     @property
     def exposed(self) -> float:
         """Mean seconds that a rank waits in communication, including pipeline bubbles."""
-        return sum(span.end - span.start for span in self.spans if span.kind == COMMUNICATION) / len(self.ranks)
+        return self.taken.get(COMMUNICATION, 0.0) / len(self.ranks)
 
     @property
     def idle_share(self) -> float:
         """The share of all ranks' time in which they do not compute."""
-        busy = sum(span.end - span.start for span in self.spans if span.kind == COMPUTE)
-        return 1 - busy / (self.seconds * len(self.ranks)) if self.seconds else 0.0
+        return 1 - self.taken.get(COMPUTE, 0.0) / (self.seconds * len(self.ranks)) if self.seconds else 0.0
 
 
 def simulate(analysis: StepAnalysis, machine: Machine) -> Prediction:
@@ -239,8 +228,8 @@ class _Simulation:
         self.clock, self._events, self._order = 0.0, [], count()
         self.processors = Processors(machine, self._schedule)
         self.disks = Disks(machine, list(steps))
-        self.spans: list[Span] = []
-        self.working = dict.fromkeys(steps, 0.0)
+        self.spans: dict[int, list[TimedSpan]] = {rank: [] for rank in steps}
+        self.working, self.taken = dict.fromkeys(steps, 0.0), defaultdict[str, float](float)
         self._ports: dict[int, bool] = {}  # ranks whose link is busy
         self._queue: list[tuple[int, int, SimulatedCall]] = []
         self._live = len(steps)
@@ -254,7 +243,7 @@ class _Simulation:
         if self._live:
             stuck = {call.operation for calls in self.calls.values() for call in calls if not call.done}
             raise UsageError(f"the step would hang: some ranks never complete {', '.join(sorted(stuck)) or 'the step'}")
-        return Prediction(self.clock, tuple(self.steps), self.spans, self.working)
+        return Prediction(self.clock, tuple(self.steps), self.spans, self.working, self.taken)
 
     def _schedule(self, when: float, act: Callable[[], None]) -> None:
         heappush(self._events, (when, next(self._order), act))
@@ -288,7 +277,11 @@ class _Simulation:
                 launched = self.clock
             yield "at", ready
             self.working[rank] += work
-            self.spans.append(Span(rank, computation.name, COMPUTE, began, self.clock))
+            self._note(rank, computation.name, COMPUTE, began)
+
+    def _note(self, rank: int, name: str, kind: str, began: float) -> None:
+        self.spans[rank].append((name, kind, began, self.clock))
+        self.taken[kind] += self.clock - began
 
     def _advance(self, rank: int, program: Waits) -> None:
         """Continue a rank until it waits."""
@@ -368,7 +361,7 @@ class _Simulation:
         while not duration.works and call.done is None:
             yield "until", call
         if self.clock > began:
-            self.spans.append(Span(rank, name, COMMUNICATION, began, self.clock))
+            self._note(rank, name, COMMUNICATION, began)
 
 
 # --- Disks, shared by the ranks of a node

@@ -28,15 +28,14 @@ def draw_step(prediction: Prediction, ranks: int) -> Picture:
     left = max(len(f"rank {rank}") for rank in rows) + 1
     scale = COLUMNS / prediction.seconds
     filled: dict[int, list[Any]] = {rank: [Counter() for _ in range(COLUMNS)] for rank in rows}
-    for span in prediction.spans:
-        if span.rank not in filled:
-            continue
-        letter = "-" if span.kind == COMMUNICATION else _letter(span.name)
-        first, last = span.start * scale, span.end * scale
-        for column in range(int(first), min(int(last) + 1, COLUMNS)):
-            share = min(last, column + 1) - max(first, column)
-            if share > 0:
-                filled[span.rank][column][letter] += share
+    for rank in rows:
+        for name, kind, start, end in prediction.spans[rank]:
+            letter = "-" if kind == COMMUNICATION else next(c for ending, c, *_ in KINDS if name.endswith(ending))
+            first, last = start * scale, end * scale
+            for column in range(int(first), min(int(last) + 1, COLUMNS)):
+                share = min(last, column + 1) - max(first, column)
+                if share > 0:
+                    filled[rank][column][letter] += share
     cells = [text(left, 0, "0"), text(left + COLUMNS - 8, 0, readable_seconds(prediction.seconds), 8, "right")]
     used = set()
     for row, rank in enumerate(rows, 1):
@@ -52,10 +51,6 @@ def draw_step(prediction: Prediction, ranks: int) -> Picture:
     if len(prediction.ranks) < ranks:
         notes.append(f"{len(prediction.ranks)} ranks, one for each stage, represent all {ranks}.")
     return Picture("the step, as predicted", cells, notes=notes)
-
-
-def _letter(name: str) -> str:
-    return next(letter for end, letter, _, _ in KINDS if name.endswith(end))
 
 
 def _runs(left: int, row: int, letters: list[str]) -> list[Cell]:
