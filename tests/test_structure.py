@@ -200,31 +200,24 @@ ROOMS = {
     "offloading": (
         r"offload",
         """
-        adaptive/shape_changes.py cli/calibrate.py engine/offload/array.py engine/offload/config.py
-        engine/offload/file.py engine/offload/host.py engine/offload/shapes.py engine/offload/stash.py
-        engine/offload/stream.py engine/offload/target.py engine/parallel_config.py engine/reshape.py
-        engine/state/assignment.py engine/state/engine_state.py engine/zero/parameter_store.py engine/zero/storage.py
-        jobs/run_job.py observability/memory.py planning/dry_run/analyze.py planning/explain.py
-        planning/machine/measure.py planning/plan_result.py planning/planner.py planning/search/estimate.py
-        planning/search/neighbours.py planning/search/plan_search.py planning/search/search_space.py
+        engine/offload/array.py engine/offload/config.py engine/offload/file.py engine/offload/host.py
+        engine/offload/shapes.py engine/offload/stash.py engine/offload/target.py engine/parallel_config.py
+        engine/state/assignment.py planning/search/neighbours.py planning/search/plan_search.py
+        planning/search/search_space.py
         """,
     ),
     "helper ranks": (
-        r"helper|helped|order_to_help|parse_assign",
+        r"helper|helped|parse_assign|assigned_layers|follow_orders|AssignedLayers",
         """
-        adaptive/shape_changes.py cli/analyze.py cli/options.py cli/verify.py comm/mesh.py engine/helper_job.py
-        engine/helpers.py engine/parallel_config.py jobs/resolve.py jobs/run_job.py observability/shardings.py
-        planning/dry_run/analyze.py planning/dry_run/recorder.py planning/dry_run/shaped_mesh.py
-        planning/plan_result.py planning/planner.py planning/search/neighbours.py planning/search/plan_search.py
-        planning/search/search_space.py planning/simulator/step_evaluation.py training/trainer.py
+        cli/verify.py engine/build.py engine/helpers.py engine/layered.py engine/parallel_config.py
+        engine/reshape.py engine/state/engine_state.py planning/dry_run/analyze.py training/run.py
         """,
     ),
     "idle ranks": (
-        r"IdleRanks|is_idle|Dismissed|mesh_without|is_placed|waits?_outside",
+        r"is_idle|is_placed|OtherRanks|mesh_beside",
         """
-        adaptive/migration.py adaptive/shape_changes.py cli/eval.py cli/generate.py cli/options.py
-        comm/agreement/rank_zero.py comm/mesh.py engine/inference.py engine/layered.py engine/reshape.py
-        engine/state/engine_state.py jobs/joined_run.py jobs/resolve.py training/run.py training/workload.py
+        adaptive/migration.py adaptive/shape_changes.py comm/mesh.py comm/other_ranks.py engine/layered.py
+        engine/reshape.py engine/state/engine_state.py jobs/resolve.py
         """,
     ),
     "overlapping layers": (
@@ -241,9 +234,8 @@ ROOMS = {
         r"is_half|masters?$|HalfPrecision|HalfRows",
         """
         arrays/einsum_lowering.py arrays/elementwise.py arrays/fused.py arrays/images.py arrays/numba/kernels.py
-        arrays/precision.py arrays/products.py checkpoints/read.py comm/blocks.py comm/calls.py engine/distributed.py
-        engine/optimizers.py engine/pipeline.py engine/zero/compression.py engine/zero/parameter_store.py
-        engine/zero/storage.py losses.py sharding/shards.py
+        arrays/precision.py arrays/products.py checkpoints/read.py comm/blocks.py comm/calls.py engine/optimizers.py
+        engine/pipeline.py engine/zero/compression.py losses.py sharding/shards.py
         """,
     ),
     "uneven stages and shares": (
@@ -251,10 +243,9 @@ ROOMS = {
         """
         adaptive/candidates.py axes.py checkpoints/load_in_place.py cli/plan/page.py comm/views.py
         engine/parallel_config.py engine/state/assignment.py engine/state/engine_state.py engine/uneven_stages.py
-        engine/zero/parameter_store.py engine/zero/storage.py models/layouts.py planning/dry_run/analyze.py
-        planning/dry_run/model_shards.py planning/dry_run/rank_classes.py planning/dry_run/step_analysis.py
-        planning/search/neighbours.py planning/search/plan_search.py planning/search/search_space.py
-        planning/search/shares.py
+        models/layouts.py planning/dry_run/analyze.py planning/dry_run/model_shards.py planning/dry_run/rank_classes.py
+        planning/dry_run/step_analysis.py planning/search/neighbours.py planning/search/plan_search.py
+        planning/search/search_space.py planning/search/shares.py
         """,
     ),
 }

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from spmd_engine.axes import all_positions
 from spmd_engine.cli.options import LongCommand, axes_of, model_on, output_option, present, takes_job
-from spmd_engine.engine.helpers import helper_ranks
+from spmd_engine.cli.values import WholeRange
 from spmd_engine.errors import UsageError
 from spmd_engine.observability.step import draw_memory_of_step, print_shards, print_step
 from spmd_engine.planning import Samples, analyze_engine
@@ -38,7 +38,7 @@ WIDTH = 240  # columns of tables, so that no number is truncated on narrow termi
         "data": "For an engine of your own: an .npz file, from whose arrays x and y the shapes of samples are read.",
     },
 )
-@click.option("--rank", type=click.IntRange(0), help="The rank to describe. [default: the one that holds most]")
+@click.option("--rank", type=WholeRange(0), help="The rank to describe. [default: the one that holds most]")
 @click.option("--shards", is_flag=True, help="List instead what each rank computes, holds and sends for its layers.")
 @click.option("--machine", metavar="NAME|FILE", help="With --shards: place the ranks on the nodes of this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything, of every class of ranks, as JSON.")
@@ -59,7 +59,7 @@ def analyze(
     if launcher_rank() > 0:
         return
     axes = axes_of(job)
-    ranks = len(all_positions(axes)) + len(helper_ranks(job.composition.assigned))
+    ranks = len(all_positions(axes)) + len(job.composition.ranks_outside)
     if rank is not None and rank >= ranks:
         raise UsageError(f"--rank {rank}: the job has ranks 0 to {ranks - 1}")
     if machine is not None and not shards:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,9 +20,10 @@ from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.batch import Batch, MicroBatch, Scores, fractions_of
 from spmd_engine.engine.contract import check_batch
 from spmd_engine.engine.definition import Loss, Metric
+from spmd_engine.engine.helpers import AssignedLayers
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Recompute
-from spmd_engine.engine.schedules.schedule import Backward, Compute, Forward, Program, Schedule, with_transfers
+from spmd_engine.engine.schedules.schedule import Backward, Forward, Schedule
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, Index, ZeroConfig
 from spmd_engine.engine.state.engine_state import Copies, EngineState, StateReshard, place
 from spmd_engine.engine.zero.parameter_store import StoredEngine, check_shapes
@@ -51,10 +52,12 @@ class LayeredEngine(StoredEngine):
     ``schedule``, ``stages`` and ``recompute`` also take values of the command line: "zero-bubble", "0,3,7", "block".
 
     Parameters, and the frozen weights under adapters, are ``drawn``, or zeros until they are loaded. Unless ``placed``,
-    this rank is outside the mesh and holds nothing, until ``reshard`` takes it onto another one.
+    this rank is outside the mesh and holds nothing, until ``reshard`` takes it onto another one. Unless ``trained``,
+    the engine holds neither gradients nor masters, and its ``step`` and ``backward`` raise UsageError.
     """
 
     placed: EngineState  #: what stores and executes the model on this mesh, while the engine ``is_placed``
+    assigned: AssignedLayers | None = None  #: what this rank computes for others while it is outside the mesh
 
     def __init__(
         self,
@@ -72,8 +75,9 @@ class LayeredEngine(StoredEngine):
         assign: str | None = None,
         drawn: bool = True,
         placed: bool = True,
+        trained: bool = True,
     ) -> None:
-        self.model, self.seed, self.backend = model, seed, backend
+        self.model, self.seed, self.backend, self._trained = model, seed, backend, trained
         # That of a job is there before ``__init__``.
         self.dtype = dtype_of(next(each for each in (dtype, self.dtype, np.float32) if each is not None))
         self.mesh = mesh if mesh is not None else Mesh()
@@ -91,6 +95,7 @@ class LayeredEngine(StoredEngine):
                 stages=stages,
                 recompute=recompute,
                 assign=assign,
+                trained=trained,
                 together=True,
             )
         )
@@ -157,7 +162,8 @@ class LayeredEngine(StoredEngine):
             if mesh is None:
                 return None
             chosen_layout = layout if layout is not None else layout_for(model, mesh)
-            return place(model, mesh, chosen_layout, dtype=self.dtype, backend=self.backend, **options)
+            how: dict[str, Any] = {"dtype": self.dtype, "backend": self.backend, "trained": self._trained}
+            return place(model, mesh, chosen_layout, **how, **options)
 
         state = on_all_ranks(move.group, placed, catch=Exception if copies else (UsageError, OSError))
         before, state_before = vars(self).copy(), dict(optimizer.state) if optimizer else {}
@@ -166,6 +172,7 @@ class LayeredEngine(StoredEngine):
             self.gradients, self.input_gradient = {}, None  # of the last step, on the old mesh
             if state is not None:
                 self._install(state)
+            self.assigned = None
             move.finish(self if state else None, fill)
         except UsageError:
             vars(self).clear()
@@ -177,11 +184,6 @@ class LayeredEngine(StoredEngine):
             self.filled()
         elif self.is_placed:
             del self.placed, self.store
-
-    @property
-    def first_owners(self) -> Mapping[int, int]:
-        """For each helper rank the rank of its first owner, both of the world."""
-        return self.placed.first_owners
 
     @property
     def is_placed(self) -> bool:
@@ -209,7 +211,9 @@ class LayeredEngine(StoredEngine):
         target[...] = mean
         if std and target.size:
             key = random.key_of(self.seed, "initial", name)
-            target += std * random.normal(key, shape, accumulated_in(self.dtype), index, self.backend)
+            values = std * random.normal(key, shape, accumulated_in(self.dtype), index, self.backend)
+            values += mean
+            target[...] = rounded(values, target.dtype)
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
         described = {**self.store.described, **dict(self.model.buffers())}
@@ -224,7 +228,7 @@ class LayeredEngine(StoredEngine):
     def _load(self, target: Array, source: Any, index: Index | None) -> None:
         """Copy a part of a whole array; a large part some rows at a time, if ``source.rows_are_cheap``."""
         if not index:  # a scalar
-            target[...] = self.backend.asarray(source[()])
+            target[...] = rounded(self.backend.asarray(source[()]), target.dtype)
             return
         rows = index[0]
         step = max(1, rows.stop - rows.start)
@@ -232,7 +236,8 @@ class LayeredEngine(StoredEngine):
             step = max(1, AT_A_TIME * step // target.nbytes)
         for first in range(rows.start, rows.stop, step):
             part = slice(first, min(first + step, rows.stop))
-            target[part.start - rows.start : part.stop - rows.start] = self.backend.asarray(source[(part, *index[1:])])
+            values = rounded(self.backend.asarray(source[(part, *index[1:])]), target.dtype)
+            target[part.start - rows.start : part.stop - rows.start] = values
 
     is_filled_in_place = True
 
@@ -278,37 +283,33 @@ class LayeredEngine(StoredEngine):
             decoding = decode_inputs(self, x, cache)
             x, ctx = decoding.inputs, decoding.ctx
         ctx = ctx or self._plain_context(x)
-        self.placed.neighbours.begin(1)
-        execution = self.placed.execution([ctx], [self.converted(self.backend.asarray(x))], lambda m, y: y)
-        execution.run(self._one_pass(Forward, self.assignment.mine))
+        passes = self.placed.passes if ctx.cache is None and ctx.wanted is None else self.placed.own_passes
+        number = passes.begin("forward", [ctx])
+        execution = passes.execution([ctx], [self.converted(self.backend.asarray(x))], lambda m, y: y)
+        execution.number = number
+        execution.run(passes.one_pass(Forward))
         self.tape.push(execution)
         if ctx.cache is not None:
             ctx.cache.end()
         if not self.is_training:  # in training the backward begins with these parameters
             self.placed.unsharder.release()
-        return execution.output_gradients.pop((0, len(self.assignment.chunks) - 1), None)
+        return execution.output_gradients.pop((0, passes.neighbours.chunks - 1), None)
 
     def backward(self, grads: Array | None) -> dict[str, Array]:
         """Gradients by name, like ``owned``, summed over the batch: those of this micro-batch alone."""
         self.placed.reducer.begin(1)
-        execution = self.tape.pop()
-        last = len(self.assignment.chunks) - 1
-        if last in self.placed.chunks:
+        execution, passes = self.tape.pop(), self.placed.passes
+        last = passes.neighbours.chunks - 1
+        if last in passes.chunks:
             if grads is None:
                 raise UsageError("backward needs the gradient of the outputs on the ranks that have outputs")
             execution.output_gradients[0, last] = grads
-        execution.run(self._one_pass(Backward, reversed(self.assignment.mine)))
+        passes.begin("backward", execution.contexts, execution.number)
+        execution.run(passes.one_pass(Backward))
         self.input_gradient = execution.input_gradients.get((0, 0))
         self.placed.reducer.finish()
         self.placed.unsharder.release()
         return {name: gradient.copy() for name, gradient in self.named(self.store.gradients).items()}
-
-    def _one_pass(self, kind: type[Compute], chunks: Iterable[int]) -> Program:
-        """Forwards or backwards of one micro-batch, with the transfers before and after."""
-        order = [kind(0, chunk) for chunk in chunks]
-        if self.placed.neighbours.stages == 1:
-            return list(order)
-        return with_transfers(order, self.placed.neighbours.chunks - 1, sends_unfinished=len(order))
 
     def _on_own_backend(self, micro: MicroBatch) -> MicroBatch:
         return micro  # after targets are checked on the host
@@ -350,7 +351,7 @@ class LayeredEngine(StoredEngine):
     def wrapped(self, wrap: Callable[[str, Layer], Layer]) -> Iterator[None]:
         """In this context ``wrap(name, layer)`` replaces each layer of this rank, to observe its inputs and outputs."""
         with ExitStack() as stack:
-            for chunk in self.placed.chunks.values():
+            for chunk in self.placed.passes.chunks.values():
                 stack.enter_context(chunk.wrapped(wrap))
             yield
 
@@ -369,9 +370,11 @@ class LayeredEngine(StoredEngine):
         for micro in batch.micro_batches:
             self.model.check_inputs(micro.inputs)
         inputs = [self.converted(self.backend.asarray(micro.inputs)) for micro in batch.micro_batches]
-        self.placed.neighbours.begin(micro_batches)
-        execution = self.placed.execution(self._contexts(batch), inputs, loss_gradient)
-        execution.run(self.placed.program(micro_batches))
+        passes, contexts = self.placed.passes, self._contexts(batch)
+        program = passes.program(micro_batches)
+        passes.begin("step", contexts)
+        execution = passes.execution(contexts, inputs, loss_gradient)
+        execution.run(program)
         shares = self._start_sum(scores.shares)  # overlaps the last reductions of gradients
         pending_side_outputs = self.placed.extras.side_outputs.start_sum()
         self.placed.reducer.finish()

@@ -9,7 +9,7 @@ from typing import Any
 from spmd_engine.axes import PIPE, axes_as_json, checked_axes, parse_axes
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import helpers, schedules, uneven_stages
-from spmd_engine.engine.helpers import Assigned, parse_assign
+from spmd_engine.engine.helpers import Assigned, helper_ranks, parse_assign
 from spmd_engine.engine.offload import config as offload
 from spmd_engine.engine.offload.config import TARGETS, Offload
 from spmd_engine.engine.pipeline import Recompute
@@ -185,6 +185,18 @@ class ParallelConfig(Configuration):
         return parse_assign(self.assign)
 
     @property
+    def ranks_outside(self) -> list[int]:
+        """The ranks of a job that are not on its mesh: the helper ranks."""
+        return helper_ranks(self.assigned)
+
+    def numbered_from(self, first: int) -> ParallelConfig:
+        """This composition, in which the ranks outside the mesh have the numbers from ``first`` on."""
+        numbers = {rank: number for number, rank in enumerate(self.ranks_outside, first)}
+        return self.changed(
+            assign=",".join(f"{term.layers}:rank{numbers[term.rank]}" for term in self.assigned) or None
+        )
+
+    @property
     def storage(self) -> ZeroConfig:
         """How parameters, gradients and optimizer state are stored."""
         shares = assignment.parse_shares(self.state_shares, "--state-shares", assignment.STATE)
@@ -192,6 +204,11 @@ class ParallelConfig(Configuration):
         sizes = self.group_threshold, self.group_cap
         overlap = assignment.parse_overlap(self.overlap_layers)
         return ZeroConfig(self.zero, *sizes, self.compress, shares, self.min_tensor_size, offload, overlap)
+
+    @property
+    def in_memory(self) -> ParallelConfig:
+        """This composition, with all arrays in memory."""
+        return self.changed(offload=None)
 
     @property
     def expert_axes(self) -> tuple[str, ...] | None:

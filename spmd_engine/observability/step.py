@@ -80,6 +80,19 @@ def draw_communication(step: RankStep, place: MeshPosition, title: str, assumed:
     return Picture(title, cells, table(rows, "lllrllr"), notes, fold=(LABEL, 10))
 
 
+def print_transfers(step: RankStep, console: Console) -> None:
+    """Print a summary of what a rank sends: a row for all transfers of one kind and label."""
+    kinds: dict[tuple[str, str], list[Communication]] = defaultdict(list)
+    for transfer in step.communications:
+        kinds[_name_of_transfer(transfer), transfer.axes].append(transfer)
+    rows = []
+    for (name, axes), transfers in kinds.items():
+        sent, hidden = sum(each.sent for each in transfers), sum(each.priority > 0 for each in transfers)
+        rows.append((name, axes, str(len(transfers)), f"{sent:,.0f}", str(hidden)))
+    heads = "transfers", "over", ">number", ">bytes sent", ">hidden by a computation"
+    console.print(text_table(heads, rows, edge=False), "")
+
+
 def _name_of_transfer(transfer: Communication) -> str:
     return f"{transfer.operation} {transfer.label}"
 
@@ -187,7 +200,9 @@ def _layers(step: RankStep) -> Table:
     for shard in step.shards:
         held[shard.layers[0] if shard.layers else ""] += shard.bytes
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)  # layers, by their numbers
-    for layer in filter(None, flops):
+    for layer in flops:
+        if not layer and len(flops) > 1:
+            continue
         largest = max((size for name, size in step.temporaries.items() if name.startswith(f"{layer} ")), default=0)
         numbers = (
             f"{held[layer]:,}",
@@ -195,13 +210,16 @@ def _layers(step: RankStep) -> Table:
             f"{bytes_moved[layer]:,}",
             f"{step.saved.get(layer, 0):,}",
             f"{largest:,}",
-            f"{sent[layer]:,.0f}",
+            f"{sent[layer] if layer else sum(sent.values()):,.0f}",
         )
         alike[numbers].append(layer)
     gflop = ">forward, GFLOP", ">again", ">input", ">weights"
     heads = "layer", ">parameters, bytes", *gflop, ">bytes moved", ">saved", ">most", ">bytes sent"
-    names = (first if not more else f"{first} and {len(more)} alike" for first, *more in alike.values())
-    return text_table(heads, [(name, *numbers) for name, numbers in zip(names, alike, strict=True)], edge=False)
+    rows = []
+    for numbers, (first, *more) in alike.items():
+        name = first or "the engine"  # of a user's own, which has no layers
+        rows.append((f"{name} and {len(more)} alike" if more else name, *numbers))
+    return text_table(heads, rows, edge=False)
 
 
 def _totals(analysis: StepAnalysis) -> Table:

@@ -17,7 +17,6 @@ from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, axes_text, count_ranks
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import ModelConfig, ParallelConfig
-from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.files import output_file
@@ -73,10 +72,10 @@ class Request:
                 raise UsageError(f"fallback {name!r}: choose {', '.join(FALLBACKS)}, or none alone")
         for node in self.machine.nodes:
             self.machine.curve(node, str(dtype_of(self.dtype)))
-            self.base.storage.offload.check(on_device=node.has_devices)
+            self.base.storage.places.check(on_device=node.has_devices)
         model, context = self.model.name, self.model.context
         if self.sequence is not None and 0 < context < self.sequence:
-            raise UsageError(f"--sequence {self.sequence}: the context of {model} is {context}; give at most that")
+            raise UsageError(f"--length {self.sequence}: the context of {model} is {context}; give at most that")
         usable = axes_that_shard(self.model)
         for axis in self.axes or ():
             if axis not in usable:
@@ -267,7 +266,7 @@ class PlanResult:
         request, composition, needs = self.request, self.composition, self.needs
         assert composition is not None and composition.mesh is not None
         return PlanFile(
-            ranks=count_ranks(composition.mesh) + len(helper_ranks(composition.assigned)),
+            ranks=count_ranks(composition.mesh) + len(composition.ranks_outside),
             model=ModelConfig(name=model, dtype=self.precision, lora=lora),
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,

@@ -12,7 +12,6 @@ import numpy as np
 from spmd_engine.axes import MeshPosition, checked_axes, count_ranks
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.build import composed_layout
-from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.importing import uncollected
@@ -22,7 +21,7 @@ from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.model_file import planned_model
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.neighbours import offloads_on
+from spmd_engine.planning.search.neighbours import with_less_memory
 from spmd_engine.planning.search.plan_search import PlanSearch
 from spmd_engine.planning.search.reasons import Conflict
 from spmd_engine.planning.search.search import Limits, SearchResult
@@ -106,7 +105,7 @@ def fixed_plan(request: Request) -> PlanResult:
     stages, parallel = fixed.pop("stages", None), bool(fixed.pop("sequence_parallel", False))
     stages = stages if isinstance(stages, str | None) else ",".join(map(str, stages))
     composition = request.base.changed(mesh=axes, sequence_parallel=parallel, stages=stages, **fixed)
-    ranks, batch_size = max(request.ranks) + len(helper_ranks(composition.assigned)), request.batch_sizes[0]
+    ranks, batch_size = max(request.ranks) + len(composition.ranks_outside), request.batch_sizes[0]
     machine = request.machine.with_ranks(ranks)
     position = MeshPosition(axes, dict.fromkeys(axes, 0))
     layout = composed_layout(request.model, position, composition)
@@ -122,9 +121,8 @@ def fixed_plan(request: Request) -> PlanResult:
     candidate = Candidate(tuple(axes.items()), batch_size, micro_batches, assign=composition.assign)
     needs = Estimate(candidate).evaluated(evaluation, memory_limits)
     broken = [name for name in limits.names if name in limits.broken(needs)]
-    is_tried = "memory" in broken and not composition.offload
-    tried = offloads_on(machine, composition.storage.stage(axes)) if is_tried else []
-    steps = ((f"--offload {offload}", evaluated(composition.changed(offload=offload))) for offload in tried)
+    tried = with_less_memory(composition, axes, machine) if "memory" in broken else ()
+    steps = ((what, evaluated(other)) for what, other in tried)
     helping = (what for what, step in steps if peak_memory(step.analysis, memory_limits) <= (limits.memory or 0))
     helps = next(helping, "")
     return PlanResult(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import groupby, product
 from string import digits
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.axes import PIPE, all_positions, axes_text, count_ranks
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, divide
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimate, best_division
@@ -38,10 +39,18 @@ LEAST_GAIN = 0.002  #: share of a step that another order of ranks must save
 MOST_EVALUATIONS = 1_000  #: of the search for the best plan of each single strategy
 
 
-def offloads_on(machine: Machine, zero: int = 0) -> list[str]:
-    """What may be offloaded on a machine."""
+def places_on(machine: Machine, zero: int = 0, choices: Sequence[str | None] = OFFLOADS) -> list[str | None]:
+    """The ``choices`` of what is offloaded that are possible on a machine."""
     devices = machine.nodes[0].has_devices
-    return [offload for offload in OFFLOADS if can_offload(offload, zero, of_devices=devices)]
+    return [choice for choice in choices if can_offload(choice, zero, of_devices=devices)]
+
+
+def with_less_memory(
+    composition: ParallelConfig, axes: Mapping[str, int], machine: Machine
+) -> Iterator[tuple[str, ParallelConfig]]:
+    """The composition with more offloaded, as text and as it is; none if it offloads something."""
+    for choice in () if composition.offload else places_on(machine, composition.storage.stage(axes)):
+        yield f"--offload {choice}", composition.changed(offload=choice)
 
 
 # --- Unequal ranks: uneven shares, and which rank is where
@@ -194,21 +203,21 @@ def uneven_stages(plans: PlanSearch) -> Iterator[list[Candidate]]:
                 yield [replace(candidate, stages=stages) for candidate in several]
 
 
-def helped_stages(plans: PlanSearch) -> Iterator[list[Candidate]]:
+def assigned_stages(plans: PlanSearch) -> Iterator[list[Candidate]]:
     """The candidates of each mesh of all ranks but one, which computes the last layers of a stage: the fewest with
     which no other rank lacks memory."""
     request, axes = plans.request, plans.space.axes or axes_that_shard(plans.space.model)
     space = replace(plans.space, axes=[axis for axis in axes if axis in (*BATCH, PIPE)])
     for ranks in sorted(ranks for ranks in set(space.ranks) if 1 < ranks <= MOST_RANKS and space.base.order is None):
         node_numbers = request.machine.with_ranks(ranks).node_numbers[1:]  # rank 0 writes the run's files
-        helpers = {number: rank for rank, number in enumerate(node_numbers, 1)}  # one of each node
-        for several, rank in product(_by_mesh(replace(space, ranks=[ranks - 1])), helpers.values()):
+        taken = {number: rank for rank, number in enumerate(node_numbers, 1)}  # one of each node
+        for several, rank in product(_by_mesh(replace(space, ranks=[ranks - 1])), taken.values()):
             frugal = several[0]
             for layers in divide(space.model, frugal.pipe, frugal.composition(request.base).division):
                 names = list(dict.fromkeys(space.model.layers[number][0].split("/")[0] for number in layers))
-                helped = [_assigned(frugal, names[-count:], rank) for count in range(1, len(names) + 1)]
-                fewest = bisect_left(helped, True, key=lambda each: _owners_fit(plans, each))
-                yield from [[replace(each, assign=few.assign) for each in several] for few in helped[fewest:][:1]]
+                reduced = [_assigned(frugal, names[-count:], rank) for count in range(1, len(names) + 1)]
+                fewest = bisect_left(reduced, True, key=lambda each: _owners_fit(plans, each))
+                yield from [[replace(each, assign=few.assign) for each in several] for few in reduced[fewest:][:1]]
 
 
 def differences(one: Candidate, other: Candidate) -> int:

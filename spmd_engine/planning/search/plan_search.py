@@ -186,7 +186,7 @@ class PlanSearch:
             part = budget.part(OFFLOAD_SHARE if name == "offload" else 1 / phases[name])
             if name == "offload":
                 return self._with_offload(result, part)
-            near, what = neighbours.helped_stages, "a helper rank"
+            near, what = neighbours.assigned_stages, "a helper rank"
             if name == "split":
                 near, what = neighbours.uneven_stages, "uneven stages"
             return self._without_estimates(result, near(self), what, part), explain
@@ -203,7 +203,7 @@ class PlanSearch:
         """The result if a plan may offload; None if the base says what is offloaded."""
         if self.request.base.offload is not None:
             return None, Conflict
-        space = replace(self.space, offload=(None, *neighbours.offloads_on(self.request.machine)))
+        space = replace(self.space, offload=(None, *neighbours.places_on(self.request.machine)))
         result, explain = self._find(space, budget)
         offload = result.plan.candidate.offload if result.plan is not None else None
         because = [f"offload {offload}: nothing fits without"] if offload and without.plan is None else []

@@ -14,7 +14,6 @@ from math import gcd, prod
 from typing import Any
 
 from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
-from spmd_engine.engine.helpers import helper_ranks, parse_assign
 from spmd_engine.engine.offload.config import Offload
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, PIPE, misfit
@@ -69,7 +68,7 @@ class Candidate:
 
     @cached_property
     def ranks(self) -> int:
-        return count_ranks(self.mesh) + len(helper_ranks(parse_assign(self.assign)))
+        return count_ranks(self.mesh) + len(ParallelConfig(assign=self.assign).ranks_outside if self.assign else ())
 
     @cached_property
     def pipe(self) -> int:
@@ -84,6 +83,11 @@ class Candidate:
     def samples(self) -> int:
         """The most samples of a micro-batch on a rank."""
         return -(-(self.batch_size // self.micro_batches) // self.batch_ranks)
+
+    @cached_property
+    def places(self) -> Mapping[str, str]:
+        """The places of what does not live in memory: see ``ZeroConfig``."""
+        return Offload.parse(self.offload).by_kind
 
     @property
     def plain(self) -> Candidate:
@@ -123,6 +127,11 @@ class Candidate:
         parts += [f"rank order {','.join(map(str, self.order or ()))}"] * bool(self.order)
         parts += [f"assign {self.assign}"] * bool(self.assign)
         return "; ".join(parts)
+
+
+def fields_of(base: ParallelConfig) -> dict[str, Any]:
+    """The fields of a candidate that a composition decides, if they are not searched."""
+    return {"offload": base.offload}
 
 
 @dataclass(frozen=True)
