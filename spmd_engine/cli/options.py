@@ -318,9 +318,9 @@ def open_mesh(job: TrainConfig, axes: Mapping[str, int] | None = None, *, beside
     if others and not beside:
         raise UsageError(f"--assign {job.composition.assign}: only 'train' and 'verify' have helper ranks; omit it")
     mesh = mesh_of(job, job.composition.mesh or axes or {}, others)
-    print_notices(choose_products(mesh.group(), job.products, dtype=job.model.dtype, device=job.device))
+    print_notices(choose_products(mesh.all_ranks(), job.products, dtype=job.model.dtype, device=job.device))
     backend = get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
-    print_notices(choose_transport(mesh.group(), backend, job.transport))
+    print_notices(choose_transport(mesh.all_ranks(), backend, job.transport))
     return mesh
 
 
