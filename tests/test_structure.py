@@ -200,13 +200,13 @@ ROOMS = {
     "offloading": (
         r"offload",
         """
-        adaptive/shape_changes.py cli/calibrate.py engine/offload/array.py engine/offload/config.py
-        engine/offload/file.py engine/offload/host.py engine/offload/shapes.py engine/offload/stash.py
-        engine/offload/stream.py engine/offload/target.py engine/parallel_config.py engine/reshape.py
-        engine/state/assignment.py engine/state/engine_state.py engine/zero/parameter_store.py engine/zero/storage.py
-        jobs/run_job.py observability/memory.py planning/dry_run/analyze.py planning/explain.py
-        planning/machine/measure.py planning/plan_result.py planning/planner.py planning/search/estimate.py
-        planning/search/neighbours.py planning/search/plan_search.py planning/search/search_space.py
+        cli/calibrate.py engine/offload/array.py engine/offload/config.py engine/offload/file.py engine/offload/host.py
+        engine/offload/shapes.py engine/offload/stash.py engine/offload/stream.py engine/offload/target.py
+        engine/parallel_config.py engine/reshape.py engine/state/assignment.py engine/state/engine_state.py
+        engine/zero/parameter_store.py engine/zero/storage.py jobs/run_job.py observability/memory.py
+        planning/dry_run/analyze.py planning/explain.py planning/machine/measure.py planning/plan_result.py
+        planning/planner.py planning/search/estimate.py planning/search/neighbours.py planning/search/plan_search.py
+        planning/search/search_space.py
         """,
     ),
     "helper ranks": (

@@ -188,7 +188,8 @@ class Mesh(Collectives, MeshPosition):
         self.comm = comm if comm is not None else world()
         self.axes = self.all_axes = checked_axes(axes or {"data": self.comm.size})
         self.ledger = ledger if ledger is not None else Ledger()
-        self._options = {"check": check, "timeout": timeout, "deterministic": deterministic}
+        #: of its groups
+        self.options: dict[str, Any] = {"check": check, "timeout": timeout, "deterministic": deterministic}
         self._groups: dict[tuple, Group] = {}
         self._owned: list[Communicator] = []
         self._validate()
@@ -223,9 +224,9 @@ class Mesh(Collectives, MeshPosition):
             if members == list(range(self.size)):
                 comm = self.comm
             else:
-                comm = self.comm.subset(members, self._options["timeout"])
+                comm = self.comm.subset(members, self.options["timeout"])
                 self._owned.append(comm)
-            group = Group(comm, ",".join(names) or "no axis", self.ledger, **self._options)
+            group = Group(comm, ",".join(names) or "no axis", self.ledger, **self.options)
             group.lowest = members.index(min(members))
             self._groups[names, places] = group
         return self._groups[names, places]
@@ -259,7 +260,7 @@ class Mesh(Collectives, MeshPosition):
     @property
     def checks(self) -> bool:
         """Whether ranks of a node compare their calls."""
-        return bool(self._options["check"])
+        return bool(self.options["check"])
 
     @property
     def activity(self) -> Activity:

@@ -199,9 +199,7 @@ class ResolvedJob:
 
     def open_mesh(self) -> Mesh:
         """Open the mesh. Collective over the world; raises UsageError if the world has another number of ranks."""
-        job = self.job
-        options = {"check": job.check, "timeout": job.timeout, "deterministic": job.deterministic}
-        return mesh_without(self.helpers, self.axes, order=job.composition.order, **options)
+        return mesh_without(self.helpers, self.axes, order=self.job.composition.order, **self.job.mesh_options)
 
 
 def resolve(

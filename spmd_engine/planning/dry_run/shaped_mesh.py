@@ -73,7 +73,7 @@ class ShapedMesh(Mesh):
         self.nodes = list(ranks.nodes)
         self.comm = _NoCommunicator(self.rank, self.size, self.nodes[self.rank])
         self.ledger = Ledger()
-        self._options = {"check": checks, "timeout": None}
+        self.options = {"check": checks, "timeout": None}
         self._groups: dict[tuple, Group] = {}
         self._owned = []
 
