@@ -200,12 +200,9 @@ ROOMS = {
     "offloading": (
         r"offload",
         """
-        cli/calibrate.py engine/offload/array.py engine/offload/config.py engine/offload/file.py engine/offload/host.py
-        engine/offload/shapes.py engine/offload/stash.py engine/offload/stream.py engine/offload/target.py
-        engine/parallel_config.py engine/reshape.py engine/state/assignment.py engine/state/engine_state.py
-        engine/zero/parameter_store.py engine/zero/storage.py jobs/run_job.py observability/memory.py
-        planning/dry_run/analyze.py planning/explain.py planning/machine/measure.py planning/plan_result.py
-        planning/planner.py planning/search/estimate.py planning/search/neighbours.py planning/search/plan_search.py
+        engine/offload/array.py engine/offload/config.py engine/offload/file.py engine/offload/host.py
+        engine/offload/shapes.py engine/offload/stash.py engine/offload/target.py engine/parallel_config.py
+        engine/state/assignment.py planning/search/neighbours.py planning/search/plan_search.py
         planning/search/search_space.py
         """,
     ),
@@ -241,9 +238,8 @@ ROOMS = {
         r"is_half|masters?$|HalfPrecision|HalfRows",
         """
         arrays/einsum_lowering.py arrays/elementwise.py arrays/fused.py arrays/images.py arrays/numba/kernels.py
-        arrays/precision.py arrays/products.py checkpoints/read.py comm/blocks.py comm/calls.py engine/distributed.py
-        engine/optimizers.py engine/pipeline.py engine/zero/compression.py engine/zero/parameter_store.py
-        engine/zero/storage.py losses.py sharding/shards.py
+        arrays/precision.py arrays/products.py checkpoints/read.py comm/blocks.py comm/calls.py engine/optimizers.py
+        engine/pipeline.py engine/zero/compression.py losses.py sharding/shards.py
         """,
     ),
     "uneven stages and shares": (
@@ -251,10 +247,9 @@ ROOMS = {
         """
         adaptive/candidates.py axes.py checkpoints/load_in_place.py cli/plan/page.py comm/views.py
         engine/parallel_config.py engine/state/assignment.py engine/state/engine_state.py engine/uneven_stages.py
-        engine/zero/parameter_store.py engine/zero/storage.py models/layouts.py planning/dry_run/analyze.py
-        planning/dry_run/model_shards.py planning/dry_run/rank_classes.py planning/dry_run/step_analysis.py
-        planning/search/neighbours.py planning/search/plan_search.py planning/search/search_space.py
-        planning/search/shares.py
+        models/layouts.py planning/dry_run/analyze.py planning/dry_run/model_shards.py planning/dry_run/rank_classes.py
+        planning/dry_run/step_analysis.py planning/search/neighbours.py planning/search/plan_search.py
+        planning/search/search_space.py planning/search/shares.py
         """,
     ),
 }

@@ -22,6 +22,7 @@ from typing import Self
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import rounded
 from spmd_engine.checkpoints.format.blocks import IN_CACHE, block_name, bytes_of, is_finite, read_into
 from spmd_engine.checkpoints.format.manifest import StoredArray, StoredBlock
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
@@ -123,7 +124,7 @@ def _move(staged: list[tuple[Wanted, np.ndarray]]) -> None:
     """Copy temporary arrays into the shards that they were read for, and empty the list."""
     for array, host in staged:
         shard: Array = array.here
-        shard[...] = backend_of(shard).asarray(host)
+        shard[...] = rounded(backend_of(shard).asarray(host), shard.dtype)
     staged.clear()
 
 

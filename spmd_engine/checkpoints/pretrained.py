@@ -18,6 +18,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.foreign import first_few
 from spmd_engine.models.load_config import load_config, located
 from spmd_engine.models.names import other_meaning
 
@@ -50,9 +51,11 @@ def open_pretrained(
     composition: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
     *,
     device: str = "cpu",
+    trained: bool = True,
 ) -> tuple[LayeredEngine, Pretrained]:
     """The engine, on this mesh, of a model that is given by path, with its weights, and their source. Collective.
 
+    Unless ``trained``, it is for inference alone, and holds neither gradients nor masters.
     Raises UsageError for a built-in model of ``MODELS``: it has no weights, since they are drawn at random.
     """
     if model.path is None:
@@ -60,7 +63,7 @@ def open_pretrained(
         hint = f"for those in {other} write {other}" if other else "give the path of a folder, or the run that has them"
         raise UsageError(f"{model.name} is a built-in model, which has no weights; {hint}")
     model = with_shape(model, mesh.group())
-    engine = build_engine(model, mesh, composition, device=device, drawn=False)
+    engine = build_engine(model, mesh, composition, device=device, drawn=False, trained=trained)
     return engine, load_pretrained(engine, model.name, model.adapter)
 
 
@@ -76,11 +79,15 @@ def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path
         adapters = read_adapters(adapter, pretrained.shape) if adapter is not None else {}
         return pretrained, {name: adapter.array for name, adapter in adapters.items()}
 
+    def check_files() -> None:
+        pretrained.check_copies()
+        pretrained.warn_of_unread_files()
+
     pretrained, adapters = on_all_ranks(engine.group(), read)
     if not {*engine.names} <= pretrained.keys() | adapters.keys():
         engine.initialize(frozen=False)
     on_all_ranks(engine.group(), lambda: engine.load_checkpoint(_weights(engine, pretrained, adapters)))
-    on_rank_zero(engine.group(), pretrained.check_copies)
+    on_rank_zero(engine.group(), check_files)
     engine.after_update()
     return pretrained
 
@@ -120,7 +127,8 @@ def table(pretrained: Pretrained, shardings: Mapping[str, str]) -> Iterator[str]
     rows = [("parameter", "sharding", "", "tensor", "stored as")]
     rows += [(row[0], row[1], f"x {count}" if count > 1 else "", *row[2:]) for row, count in counts.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    yield f"{pretrained.path}: {len(pretrained)} parameters from {pretrained.nbytes / 1e6:,.1f} MB"
+    size = f"{pretrained.nbytes / 1e6:,.1f} MB in {first_few(pretrained.files)}"
+    yield f"{pretrained.path}: {len(pretrained)} parameters from {size}"
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from spmd_engine.axes import all_positions
 from spmd_engine.cli.options import LongCommand, axes_of, model_on, output_option, present, takes_job
+from spmd_engine.cli.values import WholeRange
 from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
@@ -38,7 +39,7 @@ WIDTH = 240  # columns of tables, so that no number is truncated on narrow termi
         "data": "For an engine of your own: an .npz file, from whose arrays x and y the shapes of samples are read.",
     },
 )
-@click.option("--rank", type=click.IntRange(0), help="The rank to describe. [default: the one that holds most]")
+@click.option("--rank", type=WholeRange(0), help="The rank to describe. [default: the one that holds most]")
 @click.option("--shards", is_flag=True, help="List instead what each rank computes, holds and sends for its layers.")
 @click.option("--machine", metavar="NAME|FILE", help="With --shards: place the ranks on the nodes of this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything, of every class of ranks, as JSON.")

@@ -14,6 +14,7 @@ from threadpoolctl import threadpool_limits
 from spmd_engine import units
 from spmd_engine.cli.bench.measuring import start_ranks
 from spmd_engine.cli.options import Quantity, print_notices
+from spmd_engine.cli.values import Choice
 from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import solo, world
@@ -47,11 +48,13 @@ from spmd_engine.training.workload import make_trainer, open_workload
     show_default=True,
     help="Time to measure matrix products and memory, from 1s to 10min.",
 )
-@click.option("--offload-dir", metavar="FOLDER", default=".", help="Folder of --offload, whose disk is measured.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="What is measured. [default: cpu]")
+@click.option(
+    "--offload-dir", "folder", metavar="FOLDER", default=".", help="Folder of --offload, whose disk is measured."
+)
+@click.option("--device", type=Choice(["cpu", "cuda"]), default="cpu", help="What is measured. [default: cpu]")
 @click.option("--fit/--no-fit", default=True, show_default=True, help="Fit the cost of an operation to a few steps.")
 @click.option("--force", is_flag=True, help="Measure also while other programs compute; the file says so.")
-def calibrate(output: Path | None, seconds: float, offload_dir: str, device: str, fit: bool, force: bool) -> None:
+def calibrate(output: Path | None, seconds: float, folder: str, device: str, fit: bool, force: bool) -> None:
     """Measure matrix products by library, size and dtype, memory, links, and the disk of --offload, in under a minute.
 
     Under mpiexec, all ranks measure at the same time, and each pair of them measures its link. Without mpiexec, two
@@ -75,9 +78,9 @@ def calibrate(output: Path | None, seconds: float, offload_dir: str, device: str
     if launcher_rank() == 0:
         click.echo("measuring products, memory, links and a few steps ...", err=True)
     if world().size == 1 and device == "cpu":
-        machine = _measure_on_two_ranks(seconds, fit, offload_dir, force)
+        machine = _measure_on_two_ranks(seconds, fit, folder, force)
     else:
-        machine = _measure(seconds, fit and device == "cpu", offload_dir, force, device)
+        machine = _measure(seconds, fit and device == "cpu", folder, force, device)
     if machine is not None:
         _write(file, machine)
 

@@ -8,6 +8,7 @@ import click
 
 from spmd_engine.cli.options import LongCommand, open_mesh, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_option, open_text_model, run_option
+from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, waits_outside
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import check_text
@@ -23,8 +24,8 @@ from spmd_engine.training.data.token_data import check_digests
 @click.option(
     "--file", "files", metavar="FILE", multiple=True, help="A text file, or the held-out part of a token file."
 )
-@click.option("--stride", type=click.IntRange(min=1), help="Tokens between windows. [default: half the context]")
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows at a time.")
+@click.option("--stride", type=WholeRange(min=1), help="Tokens between windows. [default: half the context]")
+@click.option("--batch-size", type=WholeRange(min=1), default=8, show_default=True, help="Windows at a time.")
 @click.option("--json", "as_json", is_flag=True, help="Print an object a line, with each token's log-probability.")
 @takes_job(*SERVED, config=False, help=HELP)
 def eval(run, checkpoint, texts, files, stride, batch_size, as_json, trust_code, job) -> None:

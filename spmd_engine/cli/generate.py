@@ -12,6 +12,7 @@ import click
 
 from spmd_engine.cli.options import LongCommand, open_mesh, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_option, open_text_model, run_option
+from spmd_engine.cli.values import WholeNumber, WholeRange
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, waits_outside
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import parse_json, read_text, reading
@@ -24,7 +25,6 @@ from spmd_engine.training.train_config import TrainConfig
 
 TOKENS = 240  #: most new tokens, without a limit of the model
 
-_POSITIVE = click.IntRange(min=1)
 _SHARE = click.FloatRange(0, 1)
 
 
@@ -38,15 +38,17 @@ _SHARE = click.FloatRange(0, 1)
 @click.option("--chat", is_flag=True, help="Treat prompts as messages of a user, in the model's chat template.")
 @click.option("--echo/--no-echo", default=None, help="Print prompts before the texts. [default: except for messages]")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
-@click.option("--tokens", type=_POSITIVE, help=f"Most new tokens. [default: the model's own limit, or {TOKENS}]")
+@click.option(
+    "--tokens", type=WholeRange(min=1), help=f"Most new tokens. [default: the model's own limit, or {TOKENS}]"
+)
 @click.option("--temperature", type=click.FloatRange(0, LARGEST), help="Divides logits; 0: greedy.")
-@click.option("--top-k", type=click.IntRange(min=0), help="Sample from this many of the likeliest tokens; 0: all.")
+@click.option("--top-k", type=WholeRange(min=0), help="Sample from this many of the likeliest tokens; 0: all.")
 @click.option("--top-p", type=_SHARE, help="Sample from the likeliest tokens with this total probability.")
 @click.option("--min-p", type=_SHARE, help="Sample from tokens with this fraction of the largest probability.")
 @click.option("--repetition-penalty", type=click.FloatRange(1e-6, LARGEST), help="Above 1: repeat tokens less.")
 @click.option("--greedy", is_flag=True, help="Take the likeliest token, whatever the model's own configuration says.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of sampling.")
-@click.option("--samples", type=_POSITIVE, default=1, show_default=True, help="Texts for each prompt.")
+@click.option("--seed", type=WholeNumber(), default=0, show_default=True, help="Seed of sampling.")
+@click.option("--samples", type=WholeRange(min=1), default=1, show_default=True, help="Texts for each prompt.")
 @click.option("--stop", multiple=True, help="A string that ends a text; may be repeated.")
 @click.option("--ignore-end", is_flag=True, help="Continue when the model would end.")
 @click.option(
@@ -54,7 +56,7 @@ _SHARE = click.FloatRange(0, 1)
     default=None,
     help="Beyond the context, continue from its last half. [default: except for a model by path]",
 )
-@click.option("--batch-size", type=_POSITIVE, default=BATCH, show_default=True, help="Texts at a time.")
+@click.option("--batch-size", type=WholeRange(min=1), default=BATCH, show_default=True, help="Texts at a time.")
 @click.option("--log-probs", is_flag=True, help="With --json: the log-probability of each token.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print an object a line for each text, with its tokens and its end."
@@ -70,6 +72,10 @@ def generate(run: str | None, checkpoint: str | None, job: TrainConfig, **option
     """
     if options["log_probs"] and not options["as_json"]:
         raise UsageError("--log-probs goes with --json, which prints them")
+    sampled = [name for name in ("temperature", "top_k", "top_p", "min_p") if options[name]]
+    if options["greedy"] and sampled:
+        option = sampled[0].replace("_", "-")
+        raise UsageError(f"--greedy takes the likeliest token, and --{option} {options[sampled[0]]} samples: omit one")
     with open_mesh(job) as opened:
         with waits_outside(opened.group(), "reading --prompts"):  # perhaps from a terminal
             prompts = json_from_rank_zero(opened.group(), lambda: _prompts(options["prompts"], options["file"]))

@@ -15,6 +15,7 @@ from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.options import LongCommand, open_mesh, served_model, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, check_weights, checkpoint_option, run_option, served_run
+from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
@@ -37,7 +38,7 @@ from spmd_engine.training.train_config import TrainConfig
 @click.option("--output", "target", metavar="Y.npy", required=True, help="File for the whole outputs.")
 @run_option
 @checkpoint_option
-@click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
+@click.option("--batch-size", type=WholeRange(min=1), help="Inputs at a time. [default: all]")
 @takes_job(*SERVED, config=False, help=HELP)
 def infer(source, target, run, checkpoint, batch_size, trust_code, job) -> None:
     """Read an array on rank 0, run the model on all ranks, and write the outputs from rank 0.
@@ -49,25 +50,26 @@ def infer(source, target, run, checkpoint, batch_size, trust_code, job) -> None:
     """
     check_weights(run, checkpoint, job)
     run_job = served_run(run, job) if run else None
-    trained = served_model(run_job) if run_job else None
+    served = served_model(run_job) if run_job else None
     axes = run_job.composition.mesh if run_job and run_job.model.engine is not None else None
-    if job.composition.shares and (is_code(job.model.name) or (trained is not None and trained.engine is not None)):
+    if job.composition.shares and (is_code(job.model.name) or (served is not None and served.engine is not None)):
         raise UsageError("--shares goes with a model of layers; an engine of your own has a layout of its own")
     with open_mesh(job, axes) as opened:
         inputs = on_rank_zero(opened.group(), lambda: _read(source, target))
-        if trained is not None:
+        if served is not None:
             serving: ShardedEngine
-            if (make := trained.engine) is not None:
-                serving = make_engine(make, opened, dtype=dtype_of(trained.dtype))
+            if (make := served.engine) is not None:
+                serving = make_engine(make, opened, dtype=dtype_of(served.dtype))
             else:
-                serving = build_engine(trained, opened, job.composition, device=job.device, drawn=False)
+                how = {"device": job.device, "drawn": False, "trained": False}
+                serving = build_engine(served, opened, job.composition, **how)
             load_checkpoint(run_folder(run), serving)
         elif is_code(job.model.name):
             serving = _open_user_engine(job.model.name, opened, job)
             if checkpoint:
                 serving.load_checkpoint(Checkpoint(checkpoint))
         else:
-            serving, _ = open_pretrained(job.model, opened, job.composition, device=job.device)
+            serving, _ = open_pretrained(job.model, opened, job.composition, device=job.device, trained=False)
         on_rank_zero(opened.group(), lambda: _check_shape(cast(np.ndarray, inputs), source, serving))
         outputs = _Outputs()
         with _add_shapes_to_errors(inputs, source, serving):

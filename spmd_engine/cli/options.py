@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spmd_engine.arrays.backend import get_backend
+from spmd_engine.cli.values import Choice, WholeNumber
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.mesh import Mesh, mesh_without
 from spmd_engine.configuration import ConfigField, Configuration, settings_of
@@ -159,9 +160,9 @@ def _option(setting: ConfigField, default: Any, help: str | None) -> Callable:
     if setting.kind is bool:
         flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
     elif "choices" in about:
-        options["type"] = click.Choice(about["choices"])
+        options["type"] = Choice(about["choices"])
     elif "unit" not in about:
-        options["type"] = setting.kind if setting.kind in (int, float) else str
+        options["type"] = WholeNumber() if setting.kind is int else float if setting.kind is float else str
     else:
         options["metavar"] = "SIZE" if about["unit"] == BYTES else "TIME"
     if setting.path == ("model", "name"):

@@ -100,14 +100,14 @@ def open_text_model(run: str | None, checkpoint: str | None, job: TrainConfig, m
             raise UsageError(f"--model {job.model.name} is code, without weights: give --checkpoint PATH, or --run DIR")
         engine.load_checkpoint(Checkpoint(checkpoint))
         return _with_tokenizer(engine, Path(checkpoint))
-    engine, _ = open_pretrained(job.model, mesh, job.composition, device=job.device)
+    engine, _ = open_pretrained(job.model, mesh, job.composition, device=job.device, trained=False)
     path = located(job.model.name)
     generation = read_generation_config(path) if path.is_dir() else GenerationConfig(ends=ends_at(path))
     return TextModel(engine, tokenizer_at(path), generation)
 
 
 def _build(model: ModelConfig, mesh: Mesh, job: TrainConfig) -> LayeredEngine:
-    engine = build_engine(model, mesh, job.composition, device=job.device, drawn=False)
+    engine = build_engine(model, mesh, job.composition, device=job.device, drawn=False, trained=False)
     if not engine.model.vocabulary:
         raise UsageError(f"{engine.model.name} is not a model of text: it takes no tokens")
     return engine

@@ -14,6 +14,7 @@ import numpy as np
 from spmd_engine.arrays.precision import HALVES, emulated
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.options import LongCommand, chosen_settings, open_mesh, print_notices, takes_job
+from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
@@ -42,7 +43,6 @@ from spmd_engine.verification.activations import compare_activations
 from spmd_engine.verification.reference import batches_for_model, batches_of_shape
 from spmd_engine.verification.report import HEADING
 
-POSITIVE = click.IntRange(min=1)
 MOST_PARTS = 4096  #: micro-batches
 LENGTH = 32  #: positions of a sample, by default
 #: Options of the job that do not go with a page of strategies/ or an engine of the user.
@@ -53,15 +53,19 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
 @click.command(cls=LongCommand, short_help="Compare a sharded engine with one device.")
 @click.argument("engine", metavar="[MODULE:NAME|FILE.py:NAME]", required=False)
-@click.option("--steps", type=POSITIVE, default=3, show_default=True, help="Optimizer steps.")
+@click.option("--steps", type=WholeRange(min=1), default=3, show_default=True, help="Optimizer steps.")
 @click.option(
     "--tolerance",
     type=click.FloatRange(0, min_open=True),
     help="Largest difference, relative to a tensor's largest element. [default: 1e-9]",
 )
 @click.option("--input-shape", metavar="N,N,...", help="For an engine of your own: shape of whole inputs, batch first.")
-@click.option("--tokens", type=POSITIVE, help="For an engine of your own: inputs are whole numbers below this.")
-@click.option("--classes", type=POSITIVE, help="For an engine of your own: targets are whole numbers below this.")
+@click.option(
+    "--tokens", type=WholeRange(min=1), help="For an engine of your own: inputs are whole numbers below this."
+)
+@click.option(
+    "--classes", type=WholeRange(min=1), help="For an engine of your own: targets are whole numbers below this."
+)
 @click.option(
     "--finite-differences/--no-finite-differences",
     default=None,
@@ -300,7 +304,8 @@ def verify_import(
     """Print the distance of each layer from its reference, and the first that differs; return whether all agree."""
     tolerance = tolerance or TOLERANCE
     arrays = on_all_ranks(mesh.group(), lambda: _read(reference))
-    engine, pretrained = open_pretrained(ModelConfig(path, dtype="float64"), mesh, composition, device=device)
+    model = ModelConfig(path, dtype="float64")
+    engine, pretrained = open_pretrained(model, mesh, composition, device=device, trained=False)
     distances = compare_activations(engine, arrays, tolerance)
     first = next((row for row in distances if row.place is not None), None)
     if mesh.rank > 0:

@@ -11,7 +11,7 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.axes import MeshPosition, Over, axes_text, checked_axes, count_ranks, rank_grid
 from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.communicators.threads import solo
+from spmd_engine.comm.communicators.threads import current_thread_communicator, solo
 from spmd_engine.comm.group import Group, Out, Sizes
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending
@@ -166,7 +166,7 @@ class Mesh(Collectives, MeshPosition):
     ``order``: which rank is at each position, for unequal ranks: see ``ranks_by_position``.
     ``Mesh(pipe=2, model=(1, 2))``: stages may have different sizes along an axis. A group over ``pipe`` then includes
     that axis, and ``axes`` are those of this rank's stage.
-    Raises MeshError if the sizes do not give the number of ranks, or the order names other ranks.
+    Raises MeshError if the sizes do not give the number of ranks, the order names other ranks, or axes have no names.
     """
 
     outside: Group | None = None  #: for messages with ranks of the world that are not on the mesh: see ``mesh_without``
@@ -185,6 +185,8 @@ class Mesh(Collectives, MeshPosition):
         order: Sequence[int] | None = None,
         **axes: int | Sequence[int],
     ) -> None:
+        if comm is not None and not isinstance(comm, Communicator):
+            raise MeshError(f"Mesh({comm!r}): give axes by name, as in Mesh(data=2, model=2)")
         self.comm = comm if comm is not None else world()
         self.axes = self.all_axes = checked_axes(axes or {"data": self.comm.size})
         self.ledger = ledger if ledger is not None else Ledger()
@@ -204,7 +206,8 @@ class Mesh(Collectives, MeshPosition):
     def _validate(self) -> None:
         ranks = count_ranks(self.all_axes)
         if ranks != self.comm.size:
-            raise WrongNumberOfRanks(str(self), ranks, self.comm.size)
+            threads = current_thread_communicator() is not None
+            raise WrongNumberOfRanks(str(self), ranks, self.comm.size, threads=threads)
 
     def group(self, over: Over = None, *, among: Mapping[str, Sequence[int]] | None = None) -> Group:
         """The ranks that differ from this one only along ``over``, as a Group; created on first use.

@@ -24,10 +24,12 @@ def build_engine(
     device: str = "cpu",
     drawn: bool = True,
     placed: bool = True,
+    trained: bool = True,
 ) -> LayeredEngine:
     """The engine that a composition of a model describes, on this mesh; unless ``drawn``, its parameters are zeros.
 
-    Unless ``placed``, this rank is outside the engine's mesh, and the given one may have any size.
+    Unless ``placed``, this rank is outside the engine's mesh, and the given one may have any size. Unless ``trained``,
+    the engine is for inference alone, and holds neither gradients nor masters.
     Raises UsageError if the composition cannot work there.
     """
     engine_model = model.build(composition)
@@ -42,6 +44,7 @@ def build_engine(
         dtype=dtype_of(model.dtype),
         backend=open_device(mesh, device),
         drawn=drawn,
+        trained=trained,
         **composition.how_on(mesh.axes),
     )
 

@@ -52,7 +52,8 @@ class LayeredEngine(StoredEngine):
     ``schedule``, ``stages`` and ``recompute`` also take values of the command line: "zero-bubble", "0,3,7", "block".
 
     Parameters, and the frozen weights under adapters, are ``drawn``, or zeros until they are loaded. Unless ``placed``,
-    this rank is outside the mesh and holds nothing, until ``reshard`` takes it onto another one.
+    this rank is outside the mesh and holds nothing, until ``reshard`` takes it onto another one. Unless ``trained``,
+    the engine holds neither gradients nor masters, and its ``step`` and ``backward`` raise UsageError.
     """
 
     placed: EngineState  #: what stores and executes the model on this mesh, while the engine ``is_placed``
@@ -73,8 +74,9 @@ class LayeredEngine(StoredEngine):
         assign: str | None = None,
         drawn: bool = True,
         placed: bool = True,
+        trained: bool = True,
     ) -> None:
-        self.model, self.seed, self.backend = model, seed, backend
+        self.model, self.seed, self.backend, self._trained = model, seed, backend, trained
         # That of a job is there before ``__init__``.
         self.dtype = dtype_of(next(each for each in (dtype, self.dtype, np.float32) if each is not None))
         self.mesh = mesh if mesh is not None else Mesh()
@@ -92,6 +94,7 @@ class LayeredEngine(StoredEngine):
                 stages=stages,
                 recompute=recompute,
                 assign=assign,
+                trained=trained,
                 together=True,
             )
         )
@@ -159,7 +162,8 @@ class LayeredEngine(StoredEngine):
             if mesh is None:
                 return None
             chosen_layout = layout if layout is not None else layout_for(model, mesh)
-            return place(model, mesh, chosen_layout, dtype=self.dtype, backend=self.backend, **options)
+            how: dict[str, Any] = {"dtype": self.dtype, "backend": self.backend, "trained": self._trained}
+            return place(model, mesh, chosen_layout, **how, **options)
 
         state = on_all_ranks(move.group, placed, catch=Exception if copies else (UsageError, OSError))
         before, state_before = vars(self).copy(), dict(optimizer.state) if optimizer else {}
@@ -213,7 +217,9 @@ class LayeredEngine(StoredEngine):
         target[...] = mean
         if std and target.size:
             key = random.key_of(self.seed, "initial", name)
-            target += std * random.normal(key, shape, accumulated_in(self.dtype), index, self.backend)
+            values = std * random.normal(key, shape, accumulated_in(self.dtype), index, self.backend)
+            values += mean
+            target[...] = rounded(values, target.dtype)
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
         described = {**self.store.described, **dict(self.model.buffers())}
@@ -228,7 +234,7 @@ class LayeredEngine(StoredEngine):
     def _load(self, target: Array, source: Any, index: Index | None) -> None:
         """Copy a part of a whole array; a large part some rows at a time, if ``source.rows_are_cheap``."""
         if not index:  # a scalar
-            target[...] = self.backend.asarray(source[()])
+            target[...] = rounded(self.backend.asarray(source[()]), target.dtype)
             return
         rows = index[0]
         step = max(1, rows.stop - rows.start)
@@ -236,7 +242,8 @@ class LayeredEngine(StoredEngine):
             step = max(1, AT_A_TIME * step // target.nbytes)
         for first in range(rows.start, rows.stop, step):
             part = slice(first, min(first + step, rows.stop))
-            target[part.start - rows.start : part.stop - rows.start] = self.backend.asarray(source[(part, *index[1:])])
+            values = rounded(self.backend.asarray(source[(part, *index[1:])]), target.dtype)
+            target[part.start - rows.start : part.stop - rows.start] = values
 
     is_filled_in_place = True
 

@@ -12,7 +12,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import is_half, rounded, widened
 from spmd_engine.arrays.updates import adamw, momentum_sgd
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.offload.stream import streamed
+from spmd_engine.engine.offload.array import streamed
 from spmd_engine.errors import UsageError
 
 State = dict[str, dict[str, Array]]  # kind ("mean") -> key of ``owned`` -> array

@@ -194,6 +194,11 @@ class ParallelConfig(Configuration):
         return ZeroConfig(self.zero, *sizes, self.compress, shares, self.min_tensor_size, offload, overlap)
 
     @property
+    def in_memory(self) -> ParallelConfig:
+        """This composition, with all arrays in memory."""
+        return self.changed(offload=None)
+
+    @property
     def expert_axes(self) -> tuple[str, ...] | None:
         """The axes that shard the experts; None: the default axis."""
         if self.experts_over is None:

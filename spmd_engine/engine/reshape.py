@@ -37,7 +37,6 @@ from spmd_engine.engine.state.assignment import PIPE, Assignment, overlaps, shar
 from spmd_engine.engine.state.engine_state import Copies, assigned
 from spmd_engine.engine.state.moving_state import MovingState
 from spmd_engine.engine.zero.compression import compression
-from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.errors import CommunicationTimeout, UsageError, one_of
 from spmd_engine.foreign import reading
 from spmd_engine.models import Model
@@ -266,14 +265,12 @@ class Reshaper:
 
     def _bytes(self, shape: Shape, assignment: Assignment) -> int:
         """Bytes in memory of a rank's parameters, gradients and optimizer state."""
-        storage, total, kinds = shape.composition.storage, 0, self.optimizer.kinds if self.optimizer else ()
-        zero, away = storage.stage(shape.axes), storage.offload.kinds
+        storage, total, trained = shape.composition.storage, 0, self.optimizer is not None
+        kinds = len(self.optimizer.kinds) if self.optimizer else 0
         for group in assignment.groups:
             part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.cut))
-            parameters, gradients, state = bytes_held(group.size, part, zero, self.engine.dtype)
-            total += gradients
-            total += 0 if "parameters" in away else parameters
-            total += 0 if "optimizer" in away else len(kinds) * state
+            table = storage.table(shape.axes, group.summed.cut, self.engine.dtype, trained=trained)
+            total += sum(table.bytes_by_class(group.size, part, kinds).values())
         return total
 
     def position_in(self, shape: Shape) -> MeshPosition | None:
@@ -316,7 +313,7 @@ class Reshaper:
 
     def check_live(self, shape: Shape) -> None:
         """Raise UsageError if the arrays cannot move to the shape while steps go on."""
-        if shape.composition.offload or self.shape.composition.offload:
+        if any(each.composition.storage.places.kinds for each in (shape, self.shape)):
             raise UsageError("a live migration cannot move what is offloaded: use --protocol stop-and-copy")
 
     def move(self, shape: Shape, copies: Copies | None = None, fill: Callable[[], Any] | None = None) -> None:

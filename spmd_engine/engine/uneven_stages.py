@@ -6,24 +6,31 @@ transfers: every rank receives, once, the part that it needs, the whole or, unde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
+from operator import eq, itemgetter, ne
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
-from spmd_engine.axes import PIPE, uneven_axes
+from spmd_engine.arrays.precision import accumulated_in
+from spmd_engine.axes import PIPE, MeshPosition, uneven_axes
+from spmd_engine.comm.blocks import reduce_into
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.engine.pipeline import PipelineNeighbours
+from spmd_engine.engine.state.assignment import ZeroConfig, owned_rectangle
+from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models.model import Model
 from spmd_engine.requirements import Case, requirement
+from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.rectangles import Rectangle
+from spmd_engine.sharding.routes import Blocks
 from spmd_engine.sharding.transfer import plan_transfer
 
 
@@ -129,6 +136,49 @@ def _length(layers: Sequence[tuple[str, Layer]], letter: str) -> int:
 
 def _joined(dim: int, pieces: Sequence[Array]) -> Array:
     return pieces[0] if len(pieces) == 1 else backend_of(pieces[0]).xp.concatenate(pieces, axis=dim)
+
+
+def sum_over_stages(
+    group: ParameterGroup,
+    described: Mapping[str, tuple[Parameter, tuple[int, ...]]],
+    mesh: Mesh,
+    layout: Layout,
+    storage: ZeroConfig,
+    dtype: np.dtype,
+) -> Callable[[Array], Deferred] | None:
+    """What begins to sum this rank's part of a gradient, in place, over the uneven stages that share its parameter,
+    whose ranks update other parts of it; None for a group of any other parameters.
+
+    A rank receives from each other stage the elements that it updates, once, and adds in the order of the stages, so
+    that copies stay equal.
+    """
+    stages, here = group.summed.stages, mesh.coordinates.get(PIPE, 0)
+    if len(stages) < 2 or not uneven_axes(mesh.all_axes):
+        return None
+    parameter, shape = described[group.members[0].name]  # the only one: see ``make_groups``
+    places = [place for place in mesh.peers(None) if place.coordinates[PIPE] in stages]
+
+    def owned(place: MeshPosition) -> Rectangle:
+        return owned_rectangle(parameter, shape, place, layout, dtype.itemsize, storage, stages)
+
+    def placement(has: Callable[[int, int], bool]) -> Placement:
+        held = {str(term): [(part,) if has(stage, term) else () for stage, part in parts] for term in stages}
+        wide = accumulated_in(dtype)
+        return Placement({term: ArrayPlacement.of_rectangles(shape, wide, on) for term, on in held.items()})
+
+    among, parts = mesh.group(among={PIPE: stages}), [(place.coordinates[PIPE], owned(place)) for place in places]
+    plan, block = plan_transfer(placement(eq), placement(ne), nodes=mesh.nodes_at(places)), owned(mesh).shape
+
+    def start(gradient: Array) -> Deferred:
+        own = gradient.reshape(block)
+        terms = plan.start(among, {str(here): [own]}, label="gradients")
+
+        def add(received: Blocks) -> None:
+            reduce_into(own, [own if stage == here else received[str(stage)][0] for stage in stages], "sum")
+
+        return Deferred(terms, add)
+
+    return start
 
 
 @requirement("mesh", nearest="Give the other axes one size", subject="uneven stages")

@@ -18,7 +18,6 @@ from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.group import Group
 from spmd_engine.engine.helper_job import Helpers, order_to_help, serve_as_helper
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.offload.target import OffloadError
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs.resolve import resolve
@@ -130,8 +129,8 @@ def _notices_without_effect(workload: Workload) -> list[str]:
 def _begin(run: Run, workload: Workload, resume: bool) -> list[str]:
     """Resume the run, or begin it in its folder; return a table of its initial weights."""
     trainer = run.trainer
-    if workload.job.composition.offload:  # a full disk is found before the run begins
-        on_all_ranks(trainer.engine.group(), lambda: trainer.optimizer.prepare(trainer.engine), OffloadError)
+    if workload.job.composition.storage.places.kinds:  # a full disk is found before the run begins
+        on_all_ranks(trainer.engine.group(), lambda: trainer.optimizer.prepare(trainer.engine))
     if resume:
         run.resume()
         return []

@@ -6,9 +6,10 @@ callers, and the package's own layers pay nothing for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import isfunction, signature
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from spmd_engine.comm.notation import nested_span
@@ -110,6 +111,17 @@ def check_declarations(layer: Layer) -> None:
                     f'{kind.__name__}.{field}[{name!r}] has dims "{entry.dims}", but sizes has no '
                     f"{', '.join(missing)}: add it (sizes has: {sizes})"
                 )
+
+
+def check_sizes(layers: Iterable[tuple[str, Layer]], of: str = "") -> None:
+    """Raise UsageError if a layer makes a dim of another size than the next one takes, where both are known."""
+    for (before, left), (after, right) in pairwise(layers):
+        made, taken = left.outputs.dims.split(), right.inputs.dims.split()
+        for out, into in zip(made, taken, strict=True) if len(made) == len(taken) else ():
+            size, expected = left.output_sizes.get(out), right.input_sizes.get(into)
+            if None not in (size, expected) and size != expected:
+                maker, taker = (f"{name} ({type(x).__name__})".strip() for name, x in ((before, left), (after, right)))
+                raise UsageError(f"{of}{maker} makes {out} of size {size}, but {taker} takes {into} of {expected}")
 
 
 def _check_type(layer: Layer, field: str, value: Any, kind: type, example: str) -> None:

@@ -91,6 +91,10 @@ class Conv2d(Layer):
         if bias:
             self.parameters["bias"] = Parameter(o, decay=False, summed=letters)
 
+    @property
+    def input_sizes(self):
+        return {self.channels[0]: self.groups.inputs}
+
     def cost(self, length):
         return super().cost(length) * prod(self.windows.outputs)
 

@@ -6,14 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.engine.build import composed_assignment, composed_layout
 from spmd_engine.engine.optimizers import OPTIMIZERS, AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.state.array_table import BUFFER, FROZEN, GRADIENT, RESIDUE, STATE, ArrayRow
 from spmd_engine.engine.state.assignment import PIPE
-from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.models import Model
 from spmd_engine.pictures import BLUE, GREEN, ORANGE, PURPLE, SKY, Cell, Picture, listed, table, text
 from spmd_engine.planning import analyze
@@ -24,13 +25,13 @@ from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import readable_bytes
 
 CLASSES = ("parameters", "gradients", "optimizer state", "largest groups")
-FROZEN = "frozen weights"  #: one more class, of models with adapters
+FROZEN_WEIGHTS = "frozen weights"  #: one more class, of models with adapters
 FILLS = {
     "parameters": BLUE,
     "gradients": ORANGE,
     "optimizer state": GREEN,
     "largest groups": PURPLE,
-    FROZEN: SKY,
+    FROZEN_WEIGHTS: SKY,
 }
 LONGEST_BAR = 72  # columns
 MOST_BARS = 12
@@ -45,7 +46,7 @@ def draw_memory(job: TrainConfig, model: Model, composition: ParallelConfig) -> 
     side_by_side = composition.zero is None and not composition.assigned
     options = {"dtype": job.model.dtype, "optimizer": OPTIMIZERS[job.training.optimizer](), "cache": PassCache()}
     held = {
-        zero: bytes_per_rank(model, axes, composition.changed(zero=zero, offload=None), **options)
+        zero: bytes_per_rank(model, axes, composition.in_memory.changed(zero=zero), **options)
         for zero in (range(4) if side_by_side else [stage])
     }
     if side_by_side:
@@ -62,6 +63,41 @@ def draw_memory(job: TrainConfig, model: Model, composition: ParallelConfig) -> 
     count, mesh = f"{model.parameter_count:,}", MeshPosition(axes, {})
     what = f"{job.model.name}, {count} parameters in {job.model.dtype}, {job.training.optimizer}, mesh {mesh}"
     return Picture(f"{what}: bytes on {ranks_shown}", _bars(bars), _numbers(bars), notes)
+
+
+def draw_storage(job: TrainConfig, model: Model, composition: ParallelConfig) -> Picture:
+    """The table of the kinds of arrays in this composition, with the bytes of each, without a drawing."""
+    axes, dtype = dict(composition.mesh or {}), dtype_of(job.model.dtype)
+    first, states = all_positions(axes)[0], len(OPTIMIZERS[job.training.optimizer]().kinds)
+    assignment = composed_assignment(
+        model, first, composed_layout(model, first, composition), dtype.itemsize, composition
+    )
+    sharded_axes = dict.fromkeys(axis for group in assignment.groups for axis in group.summed.cut)
+    ranks = elements_per_rank(model, axes, composition, dtype.itemsize)
+    rows = [("array", "on a rank", "dtype", "place", "bytes on rank 0", "on the rank with most")]
+    for row in composition.storage.table(axes, tuple(sharded_axes), dtype).values():
+        held = [0 if row.kind == RESIDUE else _bytes_of(row, elements, states) for elements in ranks]
+        if row.kind in (FROZEN, BUFFER) and not any(held):
+            continue
+        part = f"a part, over {','.join(row.axes)}" if row.axes else "the whole"
+        where = f"memory of the {row.alias}" if row.alias else row.place if row.lasts else f"{row.place}, while used"
+        kind = f"{row.kind} ({states} kinds)" if row.kind == STATE else row.kind
+        numbers = (f"{held[0]:,}", f"{max(held):,}") if any(held) else ("", "")
+        rows.append((kind, part, str(dtype if row.dtype == dtype else row.dtype), where, *numbers))
+    stage, count = composition.storage.stage(axes), f"{model.parameter_count:,}"
+    title = f"{job.model.name}, {count} parameters in {dtype}, {job.training.optimizer}, mesh {first}, zero {stage}"
+    notes = [
+        "Bytes between steps, of what has memory of its own; 'analyze' counts what is there while it is used.",
+        "Where nothing is trained (generate, eval, infer) there is neither master, gradient nor optimizer state.",
+    ]
+    return Picture(f"{title}: where arrays live", [], table(rows, "llllrr"), notes)
+
+
+def _bytes_of(row: ArrayRow, elements: Elements, states: int) -> int:
+    """Bytes of all arrays of a kind on a rank."""
+    if row.kind in (FROZEN, BUFFER):
+        return (elements.frozen if row.kind == FROZEN else elements.buffers) * row.dtype.itemsize
+    return row.nbytes(elements.whole, elements.owned) * (states if row.kind == STATE else 1)
 
 
 def _total_bytes(held: Held) -> int:
@@ -117,7 +153,7 @@ def bytes_per_rank(
     optimizer: Optimizer | None = None,
     cache: PassCache | None = None,
 ) -> list[tuple[tuple[str, int], ...]]:
-    """Pairs of a class (of CLASSES, and FROZEN if there are any) and bytes, for every rank of a mesh with these
+    """Pairs of a class (of CLASSES, and FROZEN_WEIGHTS if there are any) and bytes, for every rank of a mesh with these
     axes, in order.
 
     ``optimizer`` by default is AdamW. "largest groups" are the parameter groups that are unsharded at the worst
@@ -126,26 +162,34 @@ def bytes_per_rank(
     """
     optimizer = optimizer or AdamW()
     frozen = any(buffer.frozen for _, (buffer, _) in model.buffers())
-    zero, itemsize = composition.storage.stage(axes), dtype_of(dtype).itemsize
+    itemsize = dtype_of(dtype).itemsize
     counts = elements_per_rank(model, axes, composition, itemsize)
+    # The parts of parameters that no axis shards are whole.
+    rows = composition.storage.table(axes, tuple(axes), dtype_of(dtype))
     unsharded_bytes = [0] * len(counts)
-    if zero >= 2:
+    if not rows[GRADIENT].lasts:
         unsharded_bytes = _peak_unsharded_bytes(model, axes, composition, dtype, cache)
     ranks = []
-    for (whole, owned, of_frozen), unsharded in zip(counts, unsharded_bytes, strict=True):
-        parameters, gradients, state = bytes_held(whole, owned, zero, dtype_of(dtype))
-        held = parameters, gradients, len(optimizer.kinds) * state, unsharded
-        of_frozen_weights = ((FROZEN, of_frozen * itemsize),) if frozen else ()
+    for count, unsharded in zip(counts, unsharded_bytes, strict=True):
+        held = *rows.bytes_by_class(count.whole, count.owned, len(optimizer.kinds)).values(), unsharded
+        of_frozen_weights = ((FROZEN_WEIGHTS, count.frozen * itemsize),) if frozen else ()
         ranks.append((*zip(CLASSES, held, strict=True), *of_frozen_weights))
     return ranks
 
 
+class Elements(NamedTuple):
+    """Numbers of elements on a rank."""
+
+    whole: int  #: of all parameters of its blocks
+    owned: int  #: of those that it updates, under ZeRO
+    frozen: int  #: of frozen weights
+    buffers: int  #: of other buffers
+
+
 def elements_per_rank(
     model: Model, axes: Mapping[str, int], composition: ParallelConfig, itemsize: int = 4
-) -> list[tuple[int, int, int]]:
-    """Of every rank of a mesh with these axes, in order: the elements of all parameters of its blocks, of those that it
-    owns under ZeRO, and of frozen weights. Raises UsageError for an impossible composition.
-    """
+) -> list[Elements]:
+    """Those of every rank of a mesh with these axes, in order. Raises UsageError for an impossible composition."""
     places = all_positions(dict(axes))
     layout = composed_layout(model, places[0], composition)
     frozen = [buffer for _, (buffer, _) in model.buffers() if buffer.frozen]
@@ -163,7 +207,7 @@ def elements_per_rank(
         owned, owned_frozen = (
             sum(parts[place.index(axes)] for axes, parts in groups) for groups in (share.owned, share.frozen)
         )
-        ranks.append((share.whole, owned, share.frozen_whole + owned_frozen))
+        ranks.append(Elements(share.whole, owned, share.frozen_whole + owned_frozen, share.buffers))
     return ranks
 
 
@@ -175,6 +219,7 @@ class _Share:
     owned: list[_Parts]  #: of each group of parameters
     frozen: list[_Parts]  #: of each group of sharded frozen weights
     frozen_whole: int  #: of frozen weights that are in no group
+    buffers: int  #: of other buffers
 
 
 def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: ParallelConfig) -> _Share:
@@ -189,15 +234,17 @@ def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, com
         ]
 
     sharded_names = {name for group in assignment.frozen for name in group.spans}
-    unsharded = 0
+    unsharded = buffers = 0
     for number in assignment.held:
         layer_name, layer = model.layers[number]
         for buffer_name, buffer in layer.buffers.items():
             home = assignment.homes.get(name := f"{layer_name}/{buffer_name}")
-            if buffer.frozen and name not in sharded_names and (home is None or home.has(place)):
-                unsharded += prod(layout.spec(buffer.dims).local_shape(buffer.whole(layer.sizes), place))
+            if name in sharded_names or not (home is None or home.has(place)):
+                continue
+            size = prod(layout.spec(buffer.dims).local_shape(buffer.whole(layer.sizes), place))
+            unsharded, buffers = unsharded + size * buffer.frozen, buffers + size * (not buffer.frozen)
     parameter_size = sum(group.size for group in assignment.groups)
-    return _Share(parameter_size, parts_of(assignment.groups), parts_of(assignment.frozen), unsharded)
+    return _Share(parameter_size, parts_of(assignment.groups), parts_of(assignment.frozen), unsharded, buffers)
 
 
 def _peak_unsharded_bytes(

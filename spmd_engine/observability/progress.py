@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from signal import Signals
 from time import monotonic
 from typing import Any
@@ -20,7 +19,7 @@ from spmd_engine.training.observers import Observer
 from spmd_engine.training.run import Run
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
-from spmd_engine.units import readable_bytes
+from spmd_engine.units import clock_time, readable_bytes, readable_loss
 
 
 class Reporter(Observer):
@@ -58,14 +57,14 @@ class Reporter(Observer):
             self.bar = Bar(path, done, stop)
 
     def evaluated(self, step: int, loss: float) -> None:
-        self._print(f"step {step:>5}  validation loss {loss:.4f}{self.unit}{self._metrics()}")
+        self._print(f"step {step:>5}  validation loss {readable_loss(loss)}{self.unit}{self._metrics()}")
 
     def stepped(self, report: StepReport) -> None:
         if report.skipped:
             self._print(f"spmd_engine: step {report.step} updated nothing: {report.skipped}")
         self._note_experts(report)
         metrics = "".join(f"  {name} {100 * value:.1f}%" for name, value in (report.metrics or {}).items())
-        text = f"loss {report.loss:.4f}{metrics}  {report.tokens_per_second:,.0f} {self.each}/s"
+        text = f"loss {readable_loss(report.loss)}{metrics}  {report.tokens_per_second:,.0f} {self.each}/s"
         if self.bar:
             self.bar.show(report.step, text)
         elif report.step % max(1, self.stop // 20) == 0:
@@ -110,7 +109,7 @@ class Reporter(Observer):
             self._print(f"\n--- a sample of what it writes ---\n{sample}\n----------------------------------\n")
         if self.experts:
             self._print(str(self.experts))
-        self._print(f"validation loss {loss:.4f}{self.unit}{self._metrics()}; results in {self.folder}")
+        self._print(f"validation loss {readable_loss(loss)}{self.unit}{self._metrics()}; results in {self.folder}")
 
     def closed(self) -> None:
         if self.bar:
@@ -203,11 +202,6 @@ def bar(part: float, length: int, encoding: str | None) -> str:
     done, rest = "━─" if (encoding or "").lower().startswith("utf") else "#-"
     full = round(min(1.0, part) * length)
     return done * full + rest * (length - full)
-
-
-def clock_time(seconds: float) -> str:
-    """Seconds as hours, minutes and seconds: ``0:01:12``."""
-    return str(timedelta(seconds=round(seconds)))
 
 
 def columns(path: str) -> int:

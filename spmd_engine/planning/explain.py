@@ -10,8 +10,9 @@ from typing import Any
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
+from spmd_engine.planning.search.neighbours import places_on
 from spmd_engine.planning.search.plan_search import evaluate_plan
-from spmd_engine.planning.search.search_space import Candidate, can_offload
+from spmd_engine.planning.search.search_space import Candidate, fields_of
 from spmd_engine.units import readable_bytes, readable_seconds
 
 MOST_BATCH = 1 << 20
@@ -33,7 +34,7 @@ def explain(request: Request) -> tuple[str, list[dict[str, Any]]]:
         ("What does each ZeRO stage save, and cost?", lambda: explainer.vary("zero", range(4))),
         ("What does recomputation save?", lambda: explainer.vary("recompute", ("none", "attention", "block"))),
         ("How many micro-batches?", explainer.micro_batches),
-        ("What does offloading save, and cost?", explainer.offload),
+        ("What does offloading save, and cost?", explainer.places),
     )
     return explainer.subject, [
         dict(zip(("question", "answer", "data"), (question, *answer()), strict=True)) for question, answer in answers
@@ -52,7 +53,7 @@ class _Explainer:
         fixed.setdefault("micro_batches", 1)
         if axes.get("pipe", 1) > 1:
             fixed.setdefault("schedule", "1f1b")
-        self.base = Candidate(tuple(axes.items()), request.batch_sizes[0], offload=request.base.offload, **fixed)
+        self.base = Candidate(tuple(axes.items()), request.batch_sizes[0], **fields_of(request.base), **fixed)
         self.costs = request.cost_model()
         self.evaluation = evaluate_plan(self.model, machine, self.base, request.base, **request.analyze_options)
         self.at_peak = self.evaluation.peak_step.peak
@@ -166,11 +167,10 @@ class _Explainer:
         lines, data = self.vary("micro_batches", possible[:10])
         return [*lines, *(self._quickest(data) or ["none of these fits"])], data
 
-    def offload(self) -> Answer:
+    def places(self) -> Answer:
         node = self.request.machine.nodes[0]
         kinds = (None, "optimizer", "parameters", "activations", "optimizer,activations")
-        possible = [each for each in kinds if can_offload(each, self.base.zero, of_devices=node.has_devices)]
-        lines, data = self.vary("offload", possible)
+        lines, data = self.vary("offload", places_on(self.request.machine, self.base.zero, kinds))
         state = self.at_peak.bytes_by_kind.get("optimizer state", 0)
         disk = f"{node.disk_read / 1e9:.3g} GB/s read and {node.disk_write / 1e9:.3g} GB/s written on each node"
         return [f"optimizer state is {readable_bytes(state)} of the peak; the disk: {disk}", *lines], data

@@ -73,10 +73,10 @@ class Request:
             raise UsageError(f"placement {self.placement!r}: choose {', '.join(PLACEMENTS)}")
         for node in self.machine.nodes:
             self.machine.curve(node, str(dtype_of(self.dtype)))
-            self.base.storage.offload.check(on_device=node.has_devices)
+            self.base.storage.places.check(on_device=node.has_devices)
         model, context = self.model.name, self.model.context
         if self.sequence is not None and 0 < context < self.sequence:
-            raise UsageError(f"--sequence {self.sequence}: the context of {model} is {context}; give at most that")
+            raise UsageError(f"--length {self.sequence}: the context of {model} is {context}; give at most that")
         usable = axes_that_shard(self.model)
         for axis in self.axes or ():
             if axis not in usable:

@@ -22,7 +22,7 @@ from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.model_file import planned_model
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.neighbours import offloads_on
+from spmd_engine.planning.search.neighbours import with_less_memory
 from spmd_engine.planning.search.plan_search import PlanSearch
 from spmd_engine.planning.search.reasons import Conflict
 from spmd_engine.planning.search.search import Limits, SearchResult
@@ -133,9 +133,8 @@ def fixed_plan(request: Request) -> PlanResult:
     candidate = Candidate(tuple(axes.items()), batch_size, micro_batches, assign=composition.assign)
     needs = Estimate(candidate).evaluated(evaluation, memory_limits)
     broken = [name for name in limits.names if name in limits.broken(needs)]
-    is_tried = "memory" in broken and not composition.offload
-    tried = offloads_on(machine, composition.storage.stage(axes)) if is_tried else []
-    steps = ((f"--offload {offload}", evaluated(composition.changed(offload=offload))) for offload in tried)
+    tried = with_less_memory(composition, axes, machine) if "memory" in broken else ()
+    steps = ((what, evaluated(other)) for what, other in tried)
     helping = (what for what, step in steps if peak_memory(step.analysis, memory_limits) <= (limits.memory or 0))
     helps = next(helping, "")
     return PlanResult(

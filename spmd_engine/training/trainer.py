@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import isfinite
+from math import inf, isfinite
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
 from typing import Any
@@ -28,6 +30,10 @@ from spmd_engine.layers.contract import described
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.loss_scale import LossScale
+
+GROWN = 100  #: a loss of this many times the first one is logged as a warning
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ class Trainer:
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.hooks = stop, max_skipped, tuple(hooks)
         self.skipped_in_a_row = 0
+        self._largest_loss = 0.0  # that is not logged as too large; 0: there was no loss yet
         self.loss_scale = LossScale() if getattr(engine, "dtype", None) == np.float16 else None
         self.requested = 0
 
@@ -155,6 +162,7 @@ class Trainer:
             self.loss_scale.update(overflow=skips)
             facts["loss_scale"] = loss_scale
         self.steps_done += 1
+        self._note_growth(loss)
         if self.stop:
             self.stop.take(signal)
         tokens = int(batch.count or 0)
@@ -166,6 +174,15 @@ class Trainer:
         for hook in self.hooks:
             report = hook.complete(report)
         return report
+
+    def _note_growth(self, loss: float) -> None:
+        """Log once, on rank 0, that the loss has become a large multiple of the first one."""
+        if self._largest_loss and loss > self._largest_loss and isfinite(loss):
+            if self.engine.device_id == 0:
+                text = "step %d: the loss is %.4g, over %d times the first: lower the learning rate, or clip gradients"
+                logger.warning(text, self.steps_done, loss, GROWN)
+            self._largest_loss = inf
+        self._largest_loss = self._largest_loss or (GROWN * abs(loss) if isfinite(loss) else 0.0)
 
     def _skip(self, loss: float, norm: float, batch: Batch) -> str:
         """Why this step updates nothing. Collective. Raises NotFiniteError after too many such steps in a row."""
@@ -215,9 +232,8 @@ class Trainer:
         return {}
 
     def run(self, steps: int) -> Iterator[StepReport]:
-        """Make steps until ``steps`` are done in all, or until a signal."""
-        while self.steps_done < steps and not (self.stop and self.stop.taken):
-            yield self.step()
+        """Make steps until ``steps`` are done in all, or until a signal: each when its report is taken."""
+        return _Steps(self, steps)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """The mean loss over whole batches. Collective."""
@@ -260,6 +276,25 @@ class Trainer:
         signal = self.engine.group().all_reduce(np.array(self.stop.received), "max", label="signal")
         self.stop.take(int(signal))
         return self.stop.taken
+
+
+class _Steps(Iterator[StepReport]):
+    """The reports of the steps of a trainer, each made when it is taken; a warning on rank 0 if none ever is."""
+
+    def __init__(self, trainer: Trainer, steps: int) -> None:
+        self._trainer, self._steps, self._idle = trainer, steps, trainer.steps_done < steps
+
+    def __next__(self) -> StepReport:
+        trainer, self._idle = self._trainer, False
+        if trainer.steps_done >= self._steps or (trainer.stop and trainer.stop.taken):
+            raise StopIteration
+        return trainer.step()
+
+    def __del__(self) -> None:
+        if self._idle and self._trainer.engine.device_id == 0:
+            run = f"trainer.run({self._steps})"
+            text = f"{run} has made no step; each is made as its report is taken: for report in {run}: ..."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _all_finite(x: Any) -> bool:

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run_threads
+from spmd_engine import Mesh, as_distributed, run_threads
 from spmd_engine.engine import SGD
 from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
 from spmd_engine.errors import UsageError
 from spmd_engine.losses import cross_entropy
 from spmd_engine.training import Trainer
+from spmd_engine.verification import engine_and_reference
 from support.linear_engine import Linear
 from support.strangers import Bare
 
@@ -432,3 +433,30 @@ def test_a_forgotten_all_reduce_is_found_in_the_first_step(shardings, how):
     said = f"the gradient of 'w' differs between ranks of data, along which it is {how}: is an all_reduce over data mi"
     with pytest.raises(UsageError, match=said):
         run_threads(program, 4)
+
+
+# --- an engine without parameters, as one writes it first
+
+
+class Attributes(Bare):
+    """It computes, and has its weights as attributes."""
+
+    def load_checkpoint(self, params):
+        self.w[...] = params["layer_0/weights"][...]
+
+
+LINE = r'add the line self.parameters = \{"layer_0/weights": self.w\}'
+
+
+def test_weights_as_attributes_are_named_in_the_line_that_is_missing():
+    engine = Attributes()
+    with pytest.raises(UsageError, match=f"Attributes has no parameters: where it makes its arrays, {LINE}"):
+        losses(engine)
+    for failing in (
+        lambda: engine.gather("layer_0/weights"),
+        lambda: engine.sharding("layer_0/weights"),
+        lambda: as_distributed(engine),
+        lambda: engine_and_reference(Attributes, engine.mesh),
+    ):
+        with pytest.raises(UsageError, match=LINE):
+            failing()

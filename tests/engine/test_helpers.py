@@ -39,7 +39,7 @@ def trained(engine, micro_batches, grad_clip=1.0):
     numbers |= {f"{name} {r.step}": value for r in reports for name, value in (r.side_outputs or {}).items()}
     numbers["validation"] = trainer.evaluate([batches(step) for step in (STEPS, STEPS + 1)])
     arrays = {name: engine.gather(name) for name in engine.names[::5]}
-    if not engine.storages[0].zero:
+    if not engine.storages[0].table.stored.axes:  # else they are sharded with the parameters
         arrays |= {name: np.array(x) for name, x in engine.buffers.items()}
     return {name: np.asarray(value) for name, value in (numbers | arrays).items()}
 

@@ -18,11 +18,10 @@ from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.digest import digest_of_engine, digest_text
 from spmd_engine.engine import SGD, AdamW, LayeredEngine
 from spmd_engine.engine.offload import file as offload_file
-from spmd_engine.engine.offload.array import OffloadedArray
+from spmd_engine.engine.offload.array import OffloadedArray, streamed
 from spmd_engine.engine.offload.config import Offload
 from spmd_engine.engine.offload.file import FileTarget
 from spmd_engine.engine.offload.stash import Stash
-from spmd_engine.engine.offload.stream import streamed
 from spmd_engine.engine.offload.target import OffloadError, OffloadTarget
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
@@ -44,7 +43,7 @@ def train(axes, kinds, folder, *, optimizer=AdamW, after=None, run="", dtype=np.
     """Losses, and a digest of parameters and state, of three steps, with a change of the mesh, or a checkpoint."""
 
     def engine_on(mesh, zero=zero):
-        storage = ZeroConfig(zero, offload=Offload(kinds, folder))
+        storage = ZeroConfig(zero, places=Offload(kinds, folder))
         return LayeredEngine(gpt(tiny.SIZE), mesh, dtype=dtype, seed=3, storage=storage, **how)
 
     def trainer_of(engine, first=0):
@@ -64,7 +63,7 @@ def train(axes, kinds, folder, *, optimizer=AdamW, after=None, run="", dtype=np.
                 load_checkpoint(run, engine, trainer.optimizer)
             elif after:
                 engine.reshard(
-                    Mesh(**after), optimizer=trainer.optimizer, storage=ZeroConfig(3, offload=Offload(kinds, folder))
+                    Mesh(**after), optimizer=trainer.optimizer, storage=ZeroConfig(3, places=Offload(kinds, folder))
                 )
             losses += [report.loss for report in trainer.run(3)]
             arrays = [array for state in trainer.optimizer.state.values() for array in state.values()]
@@ -207,7 +206,7 @@ def test_no_file_stays_and_none_is_opened_in_memory(tmp_path, monkeypatch):
 def test_state_of_a_device_is_in_a_file_or_on_the_host_and_activations_stay(folder, cuda):
     device, x = cuda, np.arange(3000.0)
     for offload_to in (Offload(("optimizer",), folder), Offload(("optimizer",), to="host")):
-        states = [[OffloadedArray(offload_to.open(device), x.shape, x.dtype, device) for _ in "mv"]]
+        states = [[offload_to.open(device).zeros(x.shape, x.dtype) for _ in "mv"]]
         states[0][1][...] = x
         for _, _, (mean, square) in streamed(states):
             assert device.owns(mean) and not mean.memory.any()
@@ -223,7 +222,7 @@ def test_state_of_a_device_is_in_a_file_or_on_the_host_and_activations_stay(fold
     ):
         Offload.parse("optimiser")
     composition = ParallelConfig(offload="optimizer")  # of a run that is resumed with --offload none
-    assert composition.changed(offload="none").storage.offload == Offload()
+    assert composition.changed(offload="none").storage.places == Offload()
 
 
 @pytest.mark.parametrize(
@@ -240,7 +239,7 @@ def test_a_disk_that_fails_is_one_error_and_the_last_checkpoint_stays(
 ):
     def program():
         engine = LayeredEngine(
-            gpt(tiny.SIZE), Mesh(data=2), storage=ZeroConfig(2, offload=Offload(("optimizer",), folder))
+            gpt(tiny.SIZE), Mesh(data=2), storage=ZeroConfig(2, places=Offload(("optimizer",), folder))
         )
         optimizer = AdamW()
         trainer = Trainer(engine, optimizer, lambda step: tiny.batch(engine, step), lambda step: 0.05)

@@ -10,10 +10,9 @@ import pytest
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.engine.offload import file as offload_file
-from spmd_engine.engine.offload.array import OffloadedArray
+from spmd_engine.engine.offload.array import OffloadedArray, streamed
 from spmd_engine.engine.offload.config import TARGETS
 from spmd_engine.engine.offload.shapes import ShapesTarget
-from spmd_engine.engine.offload.stream import streamed
 from spmd_engine.engine.offload.target import PAGE, OffloadError, OffloadTarget, pages
 
 MAKERS = {**TARGETS, "shapes": lambda folder, backend: ShapesTarget()}

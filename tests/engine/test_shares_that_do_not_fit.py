@@ -38,7 +38,7 @@ def sequence_parallel(mesh, **storage):
 def test_all_ranks_refuse_to_offload_parameters_that_some_hold_in_parts(tmp_path):
     """Under sequence parallelism only the second stage sums gradients over model, and stores their sums in parts."""
     offload = Offload(("parameters",), str(tmp_path))
-    said = errors(UNEVEN, lambda mesh: sequence_parallel(mesh, zero=1, offload=offload))
+    said = errors(UNEVEN, lambda mesh: sequence_parallel(mesh, zero=1, places=offload))
     assert said == ["rank 1 of 3: --offload parameters with --zero 1: every rank holds them whole; choose --zero 3"] * 3
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import CPU
+from spmd_engine.engine.state.array_table import array_table
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.sharding.groups import Member, Sum, make_groups
 from support.stored import FLOAT, every_stage_of_zero, integers, memory_of
@@ -37,7 +38,7 @@ def on_each_rank(axes, summed, zero, program):
             total = Sum(summed.over, cut, summed.stages)
             members = [Member(name, shape, len(shape) > 1, total, prod(shape)) for name, shape in SHAPES.items()]
             group, *_ = make_groups(members, FLOAT.itemsize)  # what stages share stands alone: then the first
-            return program(GroupStorage(group, mesh, zero, FLOAT, CPU), mesh)
+            return program(GroupStorage(group, mesh, array_table(zero, cut, FLOAT), CPU), mesh)
 
     return run_threads(body, prod(axes.values()))
 
@@ -67,7 +68,7 @@ def test_own_parts_of_reduced_gradients_are_the_sum_over_ranks(axes, summed, zer
             storage.whole_gradients[...] = integers(storage.group.size, step, mesh.rank)
             pending = storage.start_reduce()
             result = pending.wait() if pending else None
-            if storage.zero >= 2:
+            if zero >= 2 and summed.cut:
                 storage.own_gradients[...] = result
             rest = storage.start_reduce_rest()
             if rest:
@@ -119,7 +120,7 @@ def test_what_owners_update_everyone_who_needs_it_has(axes, summed, zero):
         everywhere = integers(storage.group.size, 5)
         storage.own_parameters[...] = everywhere[storage.interval]
         refresh = storage.start_refresh()
-        assert (refresh is not None) == (storage.zero in (1, 2))
+        assert (refresh is not None) == (zero in (1, 2) and bool(summed.cut))
         if refresh:
             refresh.wait()
         storage.start_gather()
@@ -130,7 +131,7 @@ def test_what_owners_update_everyone_who_needs_it_has(axes, summed, zero):
             np.testing.assert_array_equal(block, everywhere[storage.group.spans[name]].reshape(SHAPES[name]))
         calls = {key: entry.calls for key, entry in mesh.ledger.entries.items()}
         gathers = {("all_gather", ",".join(summed.cut), "parameters"): 1}
-        assert calls == (gathers if storage.zero else {})
+        assert calls == (gathers if zero and summed.cut else {})
 
     on_each_rank(axes, summed, zero, program)
 

@@ -149,6 +149,17 @@ def test_bars_and_numbers(capsys):
     assert set(NUMBERS) < set(lines)
 
 
+def test_the_table_of_arrays_has_the_bytes_that_are_drawn(capsys):
+    options = ["--model", "mlp", "--mesh", "data=4", "--zero", "1"]
+    main(["inspect", *options, "--storage"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "mlp, 118,143 parameters in float32, adamw, mesh data=4, zero 1: where arrays live"
+    rows = {line[:27].strip(): line[27:].split() for line in lines if "float32  " in line}
+    assert rows["parameter in use"] == ["the", "whole", "float32", "memory", "472,572", "472,572"]
+    assert rows["optimizer state (2 kinds)"][-1] == "236,544"  # as drawn for ZeRO 1
+    assert rows["master"][-4:] == ["part", "that", "is", "sent"] and rows["gradient"][-1] == "472,572"
+
+
 def test_bars_are_to_scale():
     job = TrainConfig.of(model="gpt2", mesh={"data": 4})
     picture = draw_memory(job, job.model.build(job.composition), job.composition)

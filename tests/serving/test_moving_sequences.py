@@ -30,7 +30,7 @@ def written(*meshes):
 
     def program():
         with Mesh(data=ranks) as mesh:
-            engine = LayeredEngine(decoder(MODEL), mesh, Layout.for_mesh(mesh), dtype=np.float64, seed=5)
+            engine = LayeredEngine(decoder(MODEL), mesh, Layout.for_mesh(mesh), dtype=np.float64, seed=5, trained=False)
             model, shape = NextTokens(engine, DRAWN), Shape(ParallelConfig(mesh={"data": ranks}), tuple(range(ranks)))
             reshaper = Reshaper(engine, None, shape, lambda composition: engine.model, states=[model])
             writer = _Writer(engine, PROMPTS, StoppingCriteria(ALL), None, DRAWN, None, BATCH)

@@ -32,15 +32,17 @@ class Parts:
     def __init__(self, model, mesh, storage, *, kind=GroupStorage):
         self.model, self.layers = model, range(len(model.layers))
         self.assignment = assign(model, mesh, Layout.for_mesh(mesh), FLOAT.itemsize, storage=storage)
-        zero = storage.stage(mesh.axes)
-        self.storages = [kind(group, mesh, zero, FLOAT, CPU) for group in self.assignment.groups]
+        self.storages = [
+            kind(group, mesh, storage.table(mesh.axes, group.summed.cut, FLOAT), CPU)
+            for group in self.assignment.groups
+        ]
         self.whole = {n: integers(shape, i) for i, (n, (_, shape)) in enumerate(model.parameters())}
         for each in self.storages:
             flat = np.zeros(each.group.size)
             for name, view in each.group.views(flat).items():
                 view[...] = self.whole[name]
             each.own_parameters[...] = flat[each.interval]
-            if each.zero < 3:
+            if each.whole_parameters is not None:
                 each.whole_parameters[...] = flat
         self.of_name = {name: each for each in self.storages for name in each.group.spans}
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
+from spmd_engine.cli.values import WholeRange
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.runtime.mpi_job import find_mpiexec
@@ -27,7 +28,7 @@ Option = Callable[[Callable], Callable]
 
 def count_option(name: str, default: int, least: int = 1) -> Option:
     """An option that is a whole number, such as ``--ranks``, ``--steps`` in each round, or ``--rounds``."""
-    return click.option(f"--{name}", type=click.IntRange(min=least), default=default, show_default=True)
+    return click.option(f"--{name}", type=WholeRange(min=least), default=default, show_default=True)
 
 
 def output_option() -> Option:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spmd_engine.arrays.backend import Backend
 from spmd_engine.arrays.meta.array import has_shapes_only
 from spmd_engine.axes import PIPE, count_ranks
+from spmd_engine.engine.offload.array import OffloadedArray
 from spmd_engine.engine.offload.file import FileTarget
 from spmd_engine.engine.offload.host import HostTarget
 from spmd_engine.engine.offload.shapes import ShapesTarget
+from spmd_engine.engine.offload.stash import Stash
 from spmd_engine.engine.offload.target import OffloadTarget
 from spmd_engine.errors import UsageError
 from spmd_engine.requirements import Case, effect_if, requirement
@@ -27,17 +31,20 @@ class Offload:
     folder: str = "."
     to: str = "disk"  #: one of ``TARGETS``
 
-    def open(self, backend: Backend) -> OffloadTarget | None:
-        """The target of a rank, whose arrays are of the backend; None if nothing is offloaded.
+    @property
+    def by_kind(self) -> Mapping[str, str]:
+        """The name of the target of each kind."""
+        return dict.fromkeys(self.kinds, self.to)
 
-        Raises UsageError if there can be no such target.
-        """
+    def open(self, backend: Backend) -> ArrayPlaces:
+        """The places of the arrays of a rank, of this backend. Raises UsageError if there can be none."""
         if not self.kinds:
-            return None
+            return ArrayPlaces(backend)
+        keeps = "activations" in self.kinds
         if has_shapes_only(backend):
-            return ShapesTarget(holds_buffers="activations" in self.kinds)
+            return ArrayPlaces(backend, ShapesTarget(holds_buffers=keeps), keeps)
         self.check(on_device=backend.on_device)
-        return TARGETS[self.to](self.folder, backend)
+        return ArrayPlaces(backend, TARGETS[self.to](self.folder, backend), keeps)
 
     def check(self, *, on_device: bool) -> None:
         """Raise UsageError if this cannot be offloaded from where arrays are."""
@@ -58,11 +65,25 @@ class Offload:
         return cls(kinds, folder or ".", to or "disk")
 
 
+class ArrayPlaces:
+    """Where a rank's arrays live that do not live in memory: in a ``target``, perhaps with saved activations."""
+
+    def __init__(self, backend: Backend, target: OffloadTarget | None = None, keeps_activations: bool = False) -> None:
+        self._backend, self._target = backend, target
+        #: of saved activations; None if they stay in memory
+        self.stash = Stash(target) if target is not None and keeps_activations else None
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> OffloadedArray:
+        """A new array of zeros in the target."""
+        assert self._target is not None
+        return OffloadedArray(self._target, shape, dtype, self._backend)
+
+
 @requirement("offload", "zero", nearest="Choose --zero 3 or 0")
 def _parameters_to_offload(case: Case) -> str | None:
     """parameters of ZeRO 3, or those that every rank updates whole"""
     storage, has_replicas = case.options.storage, count_ranks(case.axes) > case.axes.get(PIPE, 1)
-    if "parameters" in storage.offload.kinds and storage.stage(case.axes) in (1, 2) and has_replicas:
+    if "parameters" in storage.places.kinds and storage.stage(case.axes) in (1, 2) and has_replicas:
         return f"with --zero {case.options.zero} every rank holds them whole"
     return None
 
@@ -70,7 +91,7 @@ def _parameters_to_offload(case: Case) -> str | None:
 REQUIREMENTS = (
     _parameters_to_offload,
     *(
-        effect_if(option, lambda case: case.options.storage.offload.kinds, "--offload", "without --offload")
+        effect_if(option, lambda case: case.options.storage.places.kinds, "--offload", "without --offload")
         for option in ("offload_to", "offload_dir")
     ),
 )

@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from spmd_engine.axes import PIPE, MeshPosition, count_ranks, uneven_axes
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine.offload.config import Offload
+from spmd_engine.engine.state.array_table import ArrayTable, array_table
+from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.models.model import Model
@@ -308,7 +312,7 @@ class ZeroConfig:
     compress: str = "none"  #: the compression of gradients: see ``compression``
     shares: Shares = field(default_factory=dict)  #: of ranks along an axis in sharded state; else equal
     min_tensor_size: int = 0  #: bytes below which a parameter's state is not sharded
-    offload: Offload = Offload()  #: what lives elsewhere while it is not in use
+    places: Offload = Offload()  #: what lives elsewhere while it is not in use
     overlap: Overlap = 0  #: the layers that both stages at a boundary hold
 
     def stage(self, axes: Mapping[str, int]) -> int:
@@ -318,6 +322,14 @@ class ZeroConfig:
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"zero stage {self.zero}: it is 1, 2 or 3, or 0 for none")
         return self.zero
+
+    def table(
+        self, axes: Mapping[str, int], sharded_axes: tuple[str, ...], dtype: np.dtype, *, trained: bool = True
+    ) -> ArrayTable:
+        """Where the arrays of a parameter group live on a mesh with these ``axes``, of which some shard its state."""
+        feeds_back = compression(self.compress).feeds_back
+        how: dict[str, Any] = {"places": self.places.by_kind, "trained": trained, "feeds_back": feeds_back}
+        return array_table(self.stage(axes), sharded_axes, dtype, **how)
 
     def cut(self, summed: tuple[str, ...], axes: Mapping[str, int]) -> tuple[str, ...]:
         """The axes, of those over which a gradient is summed, that shard its parameter's state."""

@@ -15,7 +15,6 @@ from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.helpers import AssignedLayers
-from spmd_engine.engine.offload.stash import Stash
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, check_recompute, segments
 from spmd_engine.engine.schedules import Schedule
@@ -84,6 +83,7 @@ def place(
     stages: Division = "even",
     recompute: Recompute | str = Recompute.NONE,
     assign: str | None = None,
+    trained: bool = True,
     together: bool = False,
 ) -> EngineState:
     """The model on this mesh; its parameters are zeros. Options are those of ``LayeredEngine``, and ``together``.
@@ -107,7 +107,8 @@ def place(
         neighbours = PipelineNeighbours(pipe, len(assignment.chunks), backend)
     program = lru_cache(partial(schedule.program, neighbours.stages, stage=neighbours.stage))
     described = dict(model.parameters())
-    store = ParameterStore(described, assignment, mesh, layout, storage, dtype, backend, together=together)
+    how: dict[str, Any] = {"together": together, "trained": trained}
+    store = ParameterStore(described, assignment, mesh, layout, storage, dtype, backend, **how)
     frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)
     buffers = Buffers(model, assignment.held, mesh, layout, dtype, backend, frozen.arrays)
     extras = Extras(buffers, SideOutputs(model, mesh, layout))
@@ -119,8 +120,7 @@ def place(
     passes = [assignment.chunks[number] for number in assignment.mine]
     reducer = Reducer(store.storages, assignment.uses, passes)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
-    stash = Stash(store.offload_target) if store.offload_target and "activations" in storage.offload.kinds else None
-    parts = model.layers, shards, unsharder, reducer, extras, stash, dtype
+    parts = model.layers, shards, unsharder, reducer, extras, store.places.stash, dtype
 
     def chunk_of(layers: Sequence[int], kind: type[Chunk] = Chunk, **options: Any) -> Chunk:
         return kind(segments(model, layers, Recompute(recompute)), *parts, **options)

@@ -10,30 +10,29 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.meta.array import has_shapes_only
-from spmd_engine.arrays.precision import accumulated_in
-from spmd_engine.axes import MeshPosition, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.offload.array import OffloadedArray
-from spmd_engine.engine.offload.target import OffloadTarget
-from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroConfig, owned_rectangle
+from spmd_engine.engine.offload.config import ArrayPlaces
+from spmd_engine.engine.state.array_table import MEMORY, STATE, ArrayTable, array_table
+from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroConfig
+from spmd_engine.engine.uneven_stages import sum_over_stages
 from spmd_engine.engine.zero.compression import compression
-from spmd_engine.engine.zero.storage import GroupStorage, SumOverStages
+from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.placement import Placement, describe_held, placement_of_all
-from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.units import readable_bytes
 
 
 class ParameterStore:
     """Parameters, gradients and what the optimizer updates, by name or by segment of a group; all zeros at first.
+    Unless they are ``trained``, it updates none of them, and there are no gradients.
 
     ``described`` are all parameters of the model with their whole shapes, in the model's order; ``assignment`` has
     those of this rank, and their groups. A *segment* is a contiguous part of a group's flat array with or
@@ -54,32 +53,30 @@ class ParameterStore:
         backend: Backend,
         *,
         together: bool = False,
+        trained: bool = True,
     ) -> None:
         self.described, self.assignment, self._mesh, self._layout = described, assignment, mesh, layout
-        zero = storage.stage(mesh.axes)
         self.feeds_back = compression(storage.compress).feeds_back  #: whether steps leave residues for the next
-        self.offload = storage.offload
+        tables = [storage.table(mesh.axes, g.summed.cut, dtype, trained=trained) for g in assignment.groups]
 
-        def open_target() -> OffloadTarget | None:
-            _check_share(assignment, mesh, zero, storage, dtype, backend)
-            return self.offload.open(backend)
+        def open_places() -> ArrayPlaces:
+            _check_share(assignment, tables, mesh, storage, dtype, backend)
+            return storage.places.open(backend)
 
         together = together and not has_shapes_only(backend)  # a dry run may be of one rank alone
-        #: where this rank's offloaded arrays live; None: it has none
-        self.offload_target = on_all_ranks(mesh.group(), open_target) if together else open_target()
-        offloaded = partial(self.offloaded, dtype=accumulated_in(dtype), backend=backend)
+        #: where this rank's arrays live that do not live in memory
+        self.places = on_all_ranks(mesh.group(), open_places) if together else open_places()
         self.storages = [
             GroupStorage(
                 group,
                 mesh,
-                zero,
-                dtype,
+                table,
                 backend,
                 storage.compress,
-                offloaded=offloaded if "parameters" in self.offload.kinds else None,
-                uneven=self._sum_over_uneven_stages(group, storage, dtype),
+                self.places.zeros,
+                sum_over_stages(group, described, mesh, layout, storage, dtype) if trained else None,
             )
-            for group in assignment.groups
+            for group, table in zip(assignment.groups, tables, strict=True)
         ]
         #: this rank's blocks by name; if fully sharded, some rows of them (perhaps none)
         self.parameters: dict[str, Array] = self._collect(lambda s: s.group.views(s.stored_parameters, s.stored))
@@ -89,7 +86,7 @@ class ParameterStore:
             self._owned_rows = self._collect(lambda s: s.group.rows(s.interval))
         self.owned: dict[str, Array] = {}  #: what this rank updates, by segment
         self.gradients: dict[str, Array] = {}  #: like ``owned``, in the same memory in every step
-        for s in self.storages:
+        for s in self.storages if trained else ():
             self.owned |= s.group.segments(s.own_parameters, s.interval)
             self.gradients |= s.group.segments(s.own_gradients, s.interval)
         self._members: dict[str, tuple[GroupStorage, Member]] = self._collect(
@@ -99,24 +96,6 @@ class ParameterStore:
         self._sharded_axes = {member.name: member.summed.cut for member in assignment.members}
         self._places: dict[str, Place] = {}  # cache: the place of a member in segments
         self._blocks: dict[tuple[str, tuple[int, ...]], Index] = {}  # cache: by letters and whole shape
-
-    def offloaded(self, *shape: int, dtype: np.dtype, backend: Backend) -> OffloadedArray:
-        """A new offloaded array of zeros."""
-        assert self.offload_target is not None
-        return OffloadedArray(self.offload_target, shape, dtype, backend)
-
-    def _sum_over_uneven_stages(
-        self, group: ParameterGroup, storage: ZeroConfig, dtype: np.dtype
-    ) -> SumOverStages | None:
-        stages = group.summed.stages
-        if len(stages) < 2 or not uneven_axes(self._mesh.all_axes):
-            return None
-        parameter, shape = self.described[group.members[0].name]  # the only one: see ``make_groups``
-
-        def owned(place: MeshPosition) -> Rectangle:
-            return owned_rectangle(parameter, shape, place, self._layout, dtype.itemsize, storage, stages)
-
-        return SumOverStages(self._mesh, stages, shape, accumulated_in(dtype), owned)
 
     def sharding(self, name: str) -> Spec:
         """The sharding of a parameter while layers use it; if fully sharded, this rank has rows of it: ``index``."""
@@ -172,7 +151,7 @@ class ParameterStore:
 
     def publish(self) -> None:
         """After a fill of ``parameters`` that are masters: give them to layers, on all ranks. Collective."""
-        for pending in [storage.start_refresh() for storage in self.storages if storage.has_masters]:
+        for pending in [storage.start_refresh() for storage in self.storages if storage.table.rounds]:
             if pending:
                 pending.wait()
 
@@ -207,24 +186,29 @@ class ParameterStore:
 
 
 def _check_share(
-    assignment: Assignment, mesh: Mesh, zero: int, storage: ZeroConfig, dtype: np.dtype, backend: Backend
+    assignment: Assignment,
+    tables: Sequence[ArrayTable],
+    mesh: Mesh,
+    storage: ZeroConfig,
+    dtype: np.dtype,
+    backend: Backend,
 ) -> None:
     """Raise UsageError if this rank cannot store its share: other ranks' shares may differ.
 
     Parameters beyond the memory of the node are refused, since a system that overcommits would kill the process
     without an error message.
     """
-    in_parts = zero and any(group.summed.cut for group in assignment.groups)
+    zero, groups = storage.stage(mesh.axes), assignment.groups
+    in_parts = zero and any(group.summed.cut for group in groups)
     if in_parts and not compression(storage.compress).in_parts:
         raise UsageError(f"compression {storage.compress!r} needs whole gradients on every rank, not parts (ZeRO)")
-    if "parameters" in storage.offload.kinds:
-        if in_parts and zero < 3:
-            raise UsageError(f"--offload parameters with --zero {zero}: every rank holds them whole; choose --zero 3")
-        return
+    if "parameters" in storage.places.kinds and in_parts and zero < 3:
+        raise UsageError(f"--offload parameters with --zero {zero}: every rank holds them whole; choose --zero 3")
     if not isinstance(backend.empty(0, dtype), np.ndarray):  # on a device, or meta arrays
         return
-    parts = [mesh.axis_size(group.summed.cut) if zero == 3 else 1 for group in assignment.groups]
-    needed = sum(group.size // ranks for group, ranks in zip(assignment.groups, parts, strict=True)) * dtype.itemsize
+    parts = [group.size // mesh.axis_size(group.summed.cut) for group in groups]
+    held = [table.bytes_by_class(group.size, part) for group, table, part in zip(groups, tables, parts, strict=True)]
+    needed = sum(by_class["parameters"] for by_class in held)
     if needed > memory_here():
         raise UsageError(
             f"its parameters alone are {readable_bytes(needed)}, and this node has "
@@ -270,7 +254,10 @@ class FrozenStore:
     def __init__(
         self, model: Model, assignment: Assignment, mesh: Mesh, layout: Layout, dtype: np.dtype, backend: Backend
     ) -> None:
-        self.storages = [GroupStorage(group, mesh, 3, dtype, backend, trained=False) for group in assignment.frozen]
+        self.storages = [
+            GroupStorage(group, mesh, array_table(3, group.summed.cut, dtype, trained=False), backend)
+            for group in assignment.frozen
+        ]
         self.arrays: dict[str, Array] = {}
         self.index: dict[str, Index] = {}
         described = dict(model.buffers())
@@ -337,11 +324,9 @@ class StoredEngine(ShardedEngine):
         return self.store.owned
 
     def new_state(self, like: Array) -> Array:
-        if "optimizer" in self.store.offload.kinds:
-            return self.store.offloaded(*like.shape, dtype=like.dtype, backend=self.backend)
-        if isinstance(like, OffloadedArray):
-            return self.backend.xp.zeros(like.shape, accumulated_in(like.dtype))
-        return super().new_state(like)
+        row = self.storages[0].table[STATE]
+        zeros = self.backend.xp.zeros if row.place == MEMORY else self.store.places.zeros
+        return zeros(like.shape, row.dtype)
 
     def decays(self, key: str) -> bool:
         return key.endswith("/decayed")  # the name of a segment

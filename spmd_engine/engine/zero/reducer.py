@@ -8,8 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from spmd_engine.comm.pending import Deferred, Pending
+from spmd_engine.engine.state.array_table import GRADIENT
 from spmd_engine.engine.zero.storage import GroupStorage
-from spmd_engine.errors import SpmdError
+from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.layers.layer import GradientSums
 
 IN_FLIGHT = 2  #: groups of micro-batches' gradients that may be in flight to their owners (ZeRO-2 and 3)
@@ -34,6 +35,10 @@ class Reducer:
         passes: Sequence[Sequence[int]],
     ) -> None:
         self._storages, self._uses = storages, uses
+        rows = {storage: storage.table.get(GRADIENT) for storage in storages}
+        self._has_gradients = all(rows.values())
+        self._kept = [storage for storage, row in rows.items() if row and row.lasts]  # with whole gradients
+        self._sent = {storage for storage, row in rows.items() if row and not row.lasts}  # to owners, in each backward
         self._storage_of = {name: storage for storage in storages for name in storage.group.spans}
         self._pass_of = {layer: number for number, layers in enumerate(passes) for layer in layers}
         #: the number of contributions to each group in one backward of each pass
@@ -50,7 +55,9 @@ class Reducer:
         self.steps = self.micro_batches = 0  #: steps begun, and the micro-batches of the present one
 
     def begin(self, micro_batches: int) -> None:
-        """Prepare for a step, also after one that raised an exception."""
+        """Prepare for a step, also after one that raised an exception. Raises UsageError if there are no gradients."""
+        if not self._has_gradients:
+            raise UsageError("this engine was made for inference, without gradients: make another one to train")
         self.steps, self.micro_batches = self.steps + 1, micro_batches
         for pending in self._reducing:  # of a failed step: until they end they write to the gradients
             with suppress(SpmdError):
@@ -58,12 +65,11 @@ class Reducer:
         self._reducing.clear()
         self._in_flight.clear()
         self._waiting.clear()
-        self._first = {storage for storage in self._storages if storage.zero >= 2}
+        self._first = set(self._sent)
         self._untouched.clear()
-        for storage in self._storages:
-            if storage.zero < 2:
-                self._untouched.update(storage.group.spans)
-                self._waiting[storage] = micro_batches * sum(counts[storage] for counts in self._in_pass)
+        for storage in self._kept:
+            self._untouched.update(storage.group.spans)
+            self._waiting[storage] = micro_batches * sum(counts[storage] for counts in self._in_pass)
 
     def sums(self, layer: int) -> GradientSums:
         """The sums to which a layer adds its gradients in the backward that is about to begin."""
@@ -72,12 +78,12 @@ class Reducer:
         names = self._uses[layer]
         storages = set(map(self._storage_of.__getitem__, names.values()))
         for storage in storages:
-            if storage.zero >= 2 and not self._waiting[storage]:
+            if storage in self._sent and not self._waiting[storage]:
                 self._untouched.update(storage.group.spans)
                 self._waiting[storage] = self._in_pass[self._pass_of[layer]][storage]
         arrays = {name: self._storage_of[full_name].gradients[full_name] for name, full_name in names.items()}
         sums = GradientSums(arrays, names, self._untouched)
-        if all(storage.zero < 2 for storage in storages):
+        if not storages & self._sent:
             self._sums[layer] = sums
         return sums
 
@@ -94,7 +100,7 @@ class Reducer:
             gradients[name][...] = 0
         self._untouched.difference_update(gradients)
         pending: Any = storage.start_reduce()  # None only if no gradients are sent to owners
-        if storage.zero < 2:
+        if storage not in self._sent:
             self._reducing += [pending] if pending else []
             return
         while len(self._in_flight) >= IN_FLIGHT:

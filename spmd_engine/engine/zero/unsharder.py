@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.engine.state.array_table import USED
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter
 
@@ -30,11 +31,15 @@ class Unsharder:
             layer: list(dict.fromkeys(map(self._storage_of.__getitem__, names.values())))
             for layer, names in uses.items()
         }
+        self._absent = {  # groups that are whole only while they are used
+            layer: [storage for storage in used if not storage.table[USED].lasts]
+            for layer, used in self._storages.items()
+        }
         self._layers: dict[GroupStorage, list[int]] = {}  # that use a group
         for layer, used in self._storages.items():
             for storage in used:
                 self._layers.setdefault(storage, []).append(layer)
-        self._in_parts = any(storage.is_released for storage in storages)
+        self._gathers = any(self._absent.values())
         self._trees: dict[int, dict[str, Any]] = {}  # of layers whose parameters are present
         self._gathered: list[GroupStorage] = []  # sharded, and whole at present
         self.changes = 0  #: how often the parameters have changed
@@ -45,7 +50,7 @@ class Unsharder:
         Groups that neither this layer nor those in ``keep`` use are released. The absent groups of the first layer in
         ``prefetch`` that has any begin to be gathered.
         """
-        if self._in_parts:
+        if self._gathers:
             self._gather(layer, keep, prefetch)
         if layer not in self._trees:
             names = self._uses[layer]
@@ -54,9 +59,9 @@ class Unsharder:
         return self._trees[layer]
 
     def _gather(self, layer: int, keep: Iterable[int], prefetch: Iterable[int]) -> None:
-        needed = list(self._sharded_storages(layer))
-        wanted = list(dict.fromkeys([*needed, *(s for number in keep for s in self._sharded_storages(number))]))
-        absent = ([s for s in self._sharded_storages(number) if s not in wanted] for number in prefetch)
+        needed = self._absent[layer]
+        wanted = list(dict.fromkeys([*needed, *(s for number in keep for s in self._absent[number])]))
+        absent = ([s for s in self._absent[number] if s not in wanted] for number in prefetch)
         wanted += next(filter(None, absent), [])
         self._release_all(storage for storage in self._gathered if storage not in wanted)
         for storage in wanted:
@@ -64,9 +69,6 @@ class Unsharder:
         self._gathered = wanted
         for storage in needed:
             storage.finish_gather()
-
-    def _sharded_storages(self, layer: int) -> Iterator[GroupStorage]:
-        return (storage for storage in self._storages[layer] if storage.is_released)
 
     def release(self) -> None:
         """Release all groups: they will not be needed for long."""

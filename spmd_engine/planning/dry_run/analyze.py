@@ -29,8 +29,8 @@ from spmd_engine.engine.distributed import DistributedEngine, make_engine
 from spmd_engine.engine.helpers import HelperRank, content_of, helper_ranks, helper_stage, owners_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
+from spmd_engine.engine.state.array_table import USED
 from spmd_engine.engine.state.assignment import BATCH, PIPE
-from spmd_engine.engine.zero.storage import bytes_held
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Documents, Layer, documents_of
 from spmd_engine.models.layouts import layout_for
@@ -380,7 +380,7 @@ def _spread(shape: tuple[int, ...], below: int) -> np.ndarray:
 def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
     """A record for each parameter of this rank; the optimizer keeps ``states`` arrays for each.
 
-    Bytes are those in memory, without what is offloaded.
+    Bytes are those in memory between steps.
     """
     names = [name for name, _ in engine.model.layers]
     users: dict[str, list[str]] = {}
@@ -388,7 +388,6 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
         for full in uses.values():
             users.setdefault(full, []).append(names[layer])
     records, itemsize = [], engine.dtype.itemsize
-    states = 0 if "optimizer" in engine.store.offload.kinds else states
     for storage in engine.storages:
         owned_rows = storage.group.rows(storage.interval)
         for member in storage.group.members:
@@ -396,7 +395,8 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
             rows, summed = owned_rows[member.name], member.summed
             elements = (rows.stop - rows.start) * member.row if member.shape else int(rows.stop > rows.start)
             owned = elements * itemsize
-            parameters, gradient, state = bytes_held(prod(member.shape), elements, storage.zero, engine.dtype)
+            held = storage.table.bytes_by_class(prod(member.shape), elements, states)
+            is_gathered = not storage.table[USED].lasts and member.name in users
             records.append(
                 ParameterShard(
                     member.name,
@@ -405,14 +405,14 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ParameterShard]:
                     engine.global_shape(member.name),
                     str(engine.dtype),
                     bytes=size,
-                    stored_bytes=0 if storage.is_offloaded else int(parameters),
+                    stored_bytes=held["parameters"],
                     owned_bytes=owned,
                     group=storage.group.name,
                     layers=tuple(users.get(member.name, ())),
                     requires={
-                        "gradient": int(gradient),
-                        "optimizer_state": states * int(state),
-                        "gathered": size if storage.is_released and member.name in users else 0,
+                        "gradient": held["gradients"],
+                        "optimizer_state": held["optimizer state"],
+                        "gathered": size if is_gathered else 0,
                     },
                     depends_on=tuple(dict.fromkeys((*summed.over, *(("pipe",) if len(summed.stages) > 1 else ())))),
                 )

@@ -10,6 +10,7 @@ from typing import Any
 from spmd_engine.arrays.meta.meter import TEMPORARIES, Meter
 from spmd_engine.engine.helpers import HelperRank
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.state.array_table import CLASSES
 from spmd_engine.planning.dry_run.step_analysis import (
     Communication,
     Computation,
@@ -232,14 +233,9 @@ def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
     meter = recorder.meter
     for storage in [*engine.storages, *engine.placed.frozen.storages]:
         name = storage.group.name
-        for array, kind in (
-            (storage.whole_parameters, "parameters"),
-            (storage.own_parameters, "parameters"),
-            (storage.whole_gradients, "gradients"),
-            (storage.own_gradients, "gradients"),
-        ):
+        for kind, array in storage.arrays.items():
             if getattr(array, "memory", None) is not None:
-                meter.relabel(array.memory, kind, name)
+                meter.relabel(array.memory, CLASSES[kind], name)
         storage.empty = _count_as(meter, storage.empty, None, name)
     unsharder, reducer = engine.placed.unsharder, engine.placed.reducer
     unsharder.unshard = _count_as(meter, unsharder.unshard, "gathered groups")

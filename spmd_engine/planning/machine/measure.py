@@ -26,7 +26,8 @@ from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.cores import cores_here, cores_of, quota_here
 from spmd_engine.engine.offload.file import FileTarget
-from spmd_engine.engine.offload.target import PIECE, OffloadError
+from spmd_engine.engine.offload.target import PIECE
+from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 
 PRODUCTS = (8, 16, 32, 64, 128, 256, 512, 1024)  #: widths of square matrices
@@ -231,7 +232,7 @@ def _measure_disk(mesh: Mesh, folder: str) -> tuple[float, float, float]:
     try:
         file = FileTarget(folder)
         place = file.reserve(DISK)
-    except OffloadError:
+    except UsageError:
         file, place = None, 0
     if not mesh.all_reduce(np.array(int(file is not None)), "min") or file is None:
         return 0.0, 0.0, 0.0

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.arrays.precision import accumulated_in
-from spmd_engine.engine.offload.config import Offload
 from spmd_engine.engine.offload.target import PIECE
-from spmd_engine.engine.zero.storage import bytes_held
+from spmd_engine.engine.state.array_table import GRADIENT, USED, array_table
 from spmd_engine.planning.search.layer_costs import ShardedLayers, StageSums
-from spmd_engine.planning.search.search_space import Candidate
+from spmd_engine.planning.search.search_space import STORED, Candidate
 from spmd_engine.planning.simulator.collective_time import Duration
 from spmd_engine.planning.simulator.slots import Slots
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, peak_memory
@@ -104,6 +103,8 @@ class Estimator:
         self.summed, self.stored, self.replicas, stages = model.groups(candidate.axes)
         self.shards = len(self.stored)  #: of ZeRO
         self.next_stage = stages[1] if self.pipe > 1 else 1  #: the distance to the rank of the next stage
+        sharded_axes = STORED if self.shards > 1 else ()
+        self.table = array_table(candidate.zero, sharded_axes, model.dtype, places=candidate.places)
         self.itemsize = model.dtype.itemsize
         self.wide = accumulated_in(model.dtype).itemsize  #: of a gradient, and of what the optimizer updates
 
@@ -129,11 +130,8 @@ class Estimator:
         if p == 1:
             seconds += self._exposed_seconds(self._undivided, quickest * self.layers.before[:, -1:])
         elements = layers.own_elements / p
-        kept = 0.0 if self._is_away("activations") else layers.all_kept / p
+        kept = 0.0 if "activations" in self.candidate.places else layers.all_kept / p
         return seconds + self._update_seconds(elements), elements * self._element_bytes() + kept
-
-    def _is_away(self, kind: str) -> bool:
-        return kind in Offload.parse(self.candidate.offload).kinds
 
     def _disk_seconds(self, size: float, loaded: float = 0.0) -> float:
         """Seconds in which the ranks of a node each write ``size`` bytes and read them again, and read ``loaded``."""
@@ -201,7 +199,7 @@ class Estimator:
         first = np.maximum(np.arange(len(elements)) - self.candidate.overlap, 0)
         end = np.minimum(np.arange(len(elements)) + self.candidate.overlap, len(elements) - 1)
         stored = self._element_bytes() * (elements[end][None, :] - elements[first][:, None])
-        in_flight = (kept_before[None, :] - kept_before[:, None]) * (not self._is_away("activations"))
+        in_flight = (kept_before[None, :] - kept_before[:, None]) * ("activations" not in self.candidate.places)
 
         def fits(k: int) -> np.ndarray:
             flight = self.m if self.candidate.schedule == "gpipe" else min(self.m, self.pipe - k)
@@ -213,31 +211,23 @@ class Estimator:
 
     def _stored_bytes(self, elements: Any) -> dict[str, Any]:
         """Bytes that a rank stores between steps, by kind, for ``elements`` parameters: a number, or one a stage."""
-        zero, n = self.candidate.zero, self.shards
-        parameters, gradients, state = bytes_held(elements, elements / n, zero, self.model.dtype)
-        return {
-            "parameters": parameters * (not self._is_away("parameters")),
-            "gradients": gradients,
-            "optimizer state": self.model.states * state * (not self._is_away("optimizer")),
-        }
+        return self.table.bytes_by_class(elements, elements / self.shards, self.model.states)
 
     def _held_bytes(self, division: StageSums, slots: Slots | None) -> dict[str, np.ndarray]:
         """Peak bytes of a rank of each stage, by kind."""
         held = self._stored_bytes(division.elements + division.only_held)
-        if self._is_away("parameters"):
+        if not self.table[USED].lasts:
             held["gathered groups"] = division.gathered * self.itemsize
-        if self.shards > 1 and self.candidate.zero >= 2:
-            if self.candidate.zero >= 3:
-                held["gathered groups"] = division.gathered * self.itemsize
+        if not self.table[GRADIENT].lasts:
             held["whole gradients"] = division.whole_gradients(self.m) * self.wide
         # while a layer runs backward, the activations of later layers are already freed
         held["activations"] = self._in_flight(division, slots) + np.minimum(division.running, 0.0)
         held["temporaries"] = np.maximum(division.running, 0.0)
-        if self._is_away("activations"):  # those of two layers stay, and of the one that runs
+        if "activations" in self.candidate.places:  # those of two layers stay, and of the one that runs
             largest, running = self.layers.kept.max(), self.layers.running - self.layers.kept_before
             held["activations"] = np.full(self.pipe, 2.0 * largest)
             held["temporaries"] = np.full(self.pipe, running.max())
-        if self.candidate.offload:
+        if self.candidate.places:
             held["temporaries"] = held["temporaries"] + 3 * self.model.states * PIECE
         return held
 
@@ -267,10 +257,10 @@ class Estimator:
         idle = max(seconds - mean, 0.0)
         seconds = max(seconds, self._contended_seconds(mean))
         own = float(division.elements.max()) / (self.shards if self.candidate.zero >= 3 else 1)
-        if self._is_away("activations"):
+        if "activations" in self.candidate.places:
             moved = self.m * float(division.kept.sum()) / self.pipe
             seconds = max(seconds + self._copy_seconds(2 * moved), self._disk_seconds(moved))
-        if self._is_away("parameters"):  # they are read twice
+        if "parameters" in self.candidate.places:  # they are read twice
             moved = 2 * self.m * own * self.wide
             seconds = max(seconds + self._copy_seconds(moved), self._disk_seconds(0.0, moved))
         exposed = self._exposed_seconds(division, costs) + self._tied_seconds(division)
@@ -386,7 +376,7 @@ class Estimator:
     def _update_seconds(self, elements: float) -> float:
         parts = self.shards if self.candidate.zero else 1
         seconds = self._contended_seconds(elements / parts * self.update)
-        arrays = self.model.states * self._is_away("optimizer") + self._is_away("parameters")
+        arrays = self.model.states * ("optimizer" in self.candidate.places) + ("parameters" in self.candidate.places)
         return max(seconds, self._disk_seconds(elements / parts * arrays * self.wide))
 
 

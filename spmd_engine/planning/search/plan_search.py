@@ -213,7 +213,7 @@ class PlanSearch:
         """The result if a plan may offload; None if the base says what is offloaded."""
         if self.request.base.offload is not None:
             return None, Conflict
-        space = replace(self.space, offload=(None, *neighbours.offloads_on(self.request.machine)))
+        space = replace(self.space, offload=(None, *neighbours.places_on(self.request.machine)))
         result, explain = self._find(space, budget)
         offload = result.plan.candidate.offload if result.plan is not None else None
         because = [f"offload {offload}: nothing fits without"] if offload and without.plan is None else []

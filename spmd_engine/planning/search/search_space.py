@@ -85,6 +85,11 @@ class Candidate:
         """The most samples of a micro-batch on a rank."""
         return -(-(self.batch_size // self.micro_batches) // self.batch_ranks)
 
+    @cached_property
+    def places(self) -> Mapping[str, str]:
+        """The places of what does not live in memory: see ``ZeroConfig``."""
+        return Offload.parse(self.offload).by_kind
+
     @property
     def plain(self) -> Candidate:
         """The candidate with even shares of samples and state, and ranks as the machine lists them."""
@@ -123,6 +128,11 @@ class Candidate:
         parts += [f"rank order {','.join(map(str, self.order or ()))}"] * bool(self.order)
         parts += [f"assign {self.assign}"] * bool(self.assign)
         return "; ".join(parts)
+
+
+def fields_of(base: ParallelConfig) -> dict[str, Any]:
+    """The fields of a candidate that a composition decides, if they are not searched."""
+    return {"offload": base.offload}
 
 
 @dataclass(frozen=True)
