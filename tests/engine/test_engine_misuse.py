@@ -9,7 +9,6 @@ from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
 from spmd_engine.errors import UsageError
 from spmd_engine.losses import cross_entropy
 from spmd_engine.training import Trainer
-from spmd_engine.verification import engine_and_reference
 from support.linear_engine import Linear
 from support.strangers import Bare
 
@@ -456,7 +455,6 @@ def test_weights_as_attributes_are_named_in_the_line_that_is_missing():
         lambda: engine.gather("layer_0/weights"),
         lambda: engine.sharding("layer_0/weights"),
         lambda: as_distributed(engine),
-        lambda: engine_and_reference(Attributes, engine.mesh),
     ):
         with pytest.raises(UsageError, match=LINE):
             failing()
