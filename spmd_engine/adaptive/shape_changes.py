@@ -260,7 +260,7 @@ class ShapeChanges(Hook):
         if engine.mesh.helpers or request.composition.get("assign"):
             raise UsageError(_HELPED)
         shape, notices = reshaper.checked(request, job.data.batch_size, job.data.micro_batches)
-        return self._change.checked(shape, notices, reshaper.within_overlap(shape))
+        return self._change.checked(shape, notices, reshaper.at_once(shape))
 
     def _move(self, shape: Shape, protocol: str) -> Next:
         run, reshaper, before, copied = self._run, self._reshaper, str(self._reshaper.shape), {}

@@ -294,9 +294,9 @@ class Reshaper:
         layers = [(each.context_method, each.reshard_after) for each in (composition, present)]
         return self.engine.model if layers[0] == layers[1] else self._build(composition)
 
-    def within_overlap(self, shape: Shape) -> Shape:
-        """The shape with the layers that stages hold now, if it only moves boundaries between them within these, which
-        moves no parameters or state; else the shape itself."""
+    def at_once(self, shape: Shape) -> Shape:
+        """The shape to take first on the way to this one: with the layers that stages hold now, if boundaries move only
+        within these, which moves no parameters or state; else this shape."""
         moved, before, same = shape.composition, self.shape.composition, {"stages": None, "overlap_layers": None}
         rest, earlier = (replace(one, composition=one.composition.changed(**same)) for one in (shape, self.shape))
         if rest != earlier or not (moved.storage.overlap and before.storage.overlap and PIPE in shape.axes):
