@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -19,9 +18,8 @@ from spmd_engine.axes import axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.world import Port
-from spmd_engine.engine.helper_job import Helpers
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.reshape import NAP, Reshaper, Shape, ShapeRequest
+from spmd_engine.engine.reshape import Reshaper, Shape, ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.files import RequestFile
 from spmd_engine.foreign import MOST_OF_REQUEST, json_at, reading
@@ -34,15 +32,13 @@ from spmd_engine.training.workload import Workload
 if TYPE_CHECKING:
     from spmd_engine.adaptive.migration import LiveMigration
 
-_HELPED = "a run with helper ranks (--assign) keeps its shape: stop it, and resume it with other options"
-
 
 class ShapeChanges(Hook):
     """Lets a run change its shape after any of its steps, and takes in ranks that join it. It is the last hook.
 
     Rank 0 looks for a request after each step, and ``propose(step)`` may return one, too. All ranks learn of it with
     the step's metrics, and do what ``ChangeOfShape`` says next. The answer is a line of ``events.jsonl``. Ranks outside
-    the mesh stay in ``outside`` until they are taken back, or leave it by ``_Dismissed`` when the run ends.
+    the mesh are woken for it.
     """
 
     def __init__(
@@ -51,10 +47,9 @@ class ShapeChanges(Hook):
         propose: Callable[[int], ShapeRequest | None] = lambda step: None,
         joined: Mapping[str, Any] | None = None,
         before: Communicator | None = None,
-        helpers: Helpers | None = None,
     ) -> None:
         """``joined``: on a rank that joins, the order of the running job; ``before``: its own world."""
-        self._workload, self._propose, self._helpers = workload, propose, helpers
+        self._workload, self._propose = workload, propose
         self._joined, self._before = joined, before
         self._change = ChangeOfShape()
         self._live: LiveMigration | None = None  # while the change is moving
@@ -62,7 +57,9 @@ class ShapeChanges(Hook):
 
     def _begin(self, run: Run, steps: int) -> None:
         job, engine = self._workload.job, self._workload.engine
-        shape = Shape(job.composition.changed(mesh=dict(engine.mesh.all_axes)), tuple(range(engine.mesh.size)))
+        others = engine.mesh.others
+        axes = job.composition.mesh if others.have_this else engine.mesh.all_axes
+        shape = Shape(job.composition.changed(mesh=axes), tuple(others.on_mesh))
         if self._joined:
             shape = ShapeRequest.from_json(self._joined["shape"], "the order").shape
         reshapable: Any = engine  # else each change is refused
@@ -71,24 +68,17 @@ class ShapeChanges(Hook):
         self._reshaper = Reshaper(reshapable, optimizer, shape, job.model.build, states=[run.trainer], before=before)
         self._requests: _Requests | None = None
         if engine.device_id == 0:
-            refuses = _HELPED if engine.mesh.helpers else ""
-            if not isinstance(engine, LayeredEngine):
-                refuses = f"{job.strategy or job.model.name} shards itself: no ranks can join it"
+            refuses = f"{job.strategy or job.model.name} shards itself: no ranks can join it"
+            refuses = "" if isinstance(engine, LayeredEngine) else refuses
             joining = JoinRequests(run.folder, refuses, facts_of(run.config or {}))
             self._requests = _Requests(run.folder, steps, self._propose, joining)
 
     # --- of the hook
 
     def has_request(self, step: int) -> bool:
-        """Whether a request is due after this step, on rank 0; it also hears of signals to ranks outside the mesh."""
-        requests, idle, stop = self._requests, self._reshaper.idle, self._run.trainer.stop
-        if requests is None:
-            return False
-        if idle.ranks and stop:
-            stop.receive(idle.signal())
-        if self._helpers and stop:
-            stop.receive(self._helpers.signal())
-        if step >= requests.steps or self._live or self._run.tracing:  # the trace is of one mesh
+        """Whether a request is due after this step, on rank 0."""
+        requests = self._requests
+        if requests is None or step >= requests.steps or self._live or self._run.tracing:  # the trace is of one mesh
             return False
         return requests.look(step, self._reshaper.world)
 
@@ -105,48 +95,22 @@ class ShapeChanges(Hook):
         """Call this on a rank that joins, after the merge, with the job's order, before its first step."""
         self._act(order)
 
-    def outside(self) -> None:
-        """Sleep until rank 0 needs all ranks, and do what it says."""
-        idle, stop = self._reshaper.idle, self._run.trainer.stop
-        with self._workload.engine.mesh.activity.phase("idle, outside the mesh"):
-            idle.nap = NAP / 100 if self._live else NAP  # the others wait until it is awake
-            message = idle.sleep(lambda: stop.received if stop else 0)
-        if "exit" in message:
-            raise _Dismissed(message["exit"], message["error"])
-        self._act()
-
     @contextmanager
     def during(self, run: Run, steps: int) -> Iterator[None]:
-        """At the end of the run idle ranks end as the others do: with the same exit code, or the same error."""
+        """At the end of the run the ranks outside the mesh end, and then the worlds that have merged."""
         self._begin(run, steps)
         together = False  # whether all ranks end together
         try:
-            yield
-        except _Dismissed as end:
-            if end.error:
-                raise UsageError(end.error) from None
+            with run.engine.mesh.others:
+                yield
             together = True
-            if end.code:
-                sys.exit(end.code)
-        except SystemExit as stop:
-            self._wake({"exit": stop.code, "error": ""})
+        except SystemExit:
             together = True
             raise
-        except UsageError as error:  # other errors end the idle ranks, too, as they end all of the job
-            self._wake({"exit": 0, "error": str(error)[:1000]})
-            raise
-        else:
-            self._wake({"exit": 0, "error": ""})
-            together = True
         finally:
             self._reshaper.close(together)
             if self._requests:
                 self._requests.joining.close()
-
-    def _wake(self, message: Mapping[str, Any]) -> None:
-        """Wake the idle ranks, on rank 0; with an ``exit``, for the last time."""
-        if self._requests and self._reshaper.idle.ranks:
-            self._reshaper.idle.wake(message)
 
     # --- on all ranks of the world: what ``ChangeOfShape`` says
 
@@ -155,7 +119,8 @@ class ShapeChanges(Hook):
         reshaper, change = self._reshaper, self._change
         if not (reshaper.is_idle or (self._live and not self._live.is_last)):
             self._run.finish_saving(must=False)  # on the old mesh; it may fail
-        self._wake({})
+        if self._requests and reshaper.others.ranks:
+            reshaper.others.wake({"hook": self._run.hooks.index(self)})
         began = perf_counter()
         following = deque(change.stepped(self._ends()) if self._live else change.due(self._number()))
         try:
@@ -257,8 +222,6 @@ class ShapeChanges(Hook):
             raise UsageError(f"{job.strategy or job.model.name} shards itself: its shape cannot change")
         if request.model not in (None, job.model.name):
             raise UsageError(f"this is a shape for {request.model}, and the run trains {job.model.name}")
-        if engine.mesh.helpers or request.composition.get("assign"):
-            raise UsageError(_HELPED)
         shape, notices = reshaper.checked(request, job.data.batch_size, job.data.micro_batches)
         return self._change.checked(shape, notices, reshaper.at_once(shape))
 
@@ -333,11 +296,3 @@ class _Requests:
             raise UsageError(self.due.why)
         assert self.due
         return self.due
-
-
-class _Dismissed(Exception):
-    """The run has ended while this rank was idle: with an exit code, or an error."""
-
-    def __init__(self, code: int, error: str) -> None:
-        super().__init__(code, error)
-        self.code, self.error = code, error

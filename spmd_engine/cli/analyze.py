@@ -12,7 +12,6 @@ from rich.console import Console
 from spmd_engine.axes import all_positions
 from spmd_engine.cli.options import LongCommand, axes_of, model_on, output_option, present, takes_job
 from spmd_engine.cli.values import WholeRange
-from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.observability.step import draw_memory_of_step, print_shards, print_step
@@ -60,7 +59,7 @@ def analyze(
     if launcher_rank() > 0:
         return
     axes = axes_of(job)
-    ranks = len(all_positions(axes)) + len(helper_ranks(job.composition.assigned))
+    ranks = len(all_positions(axes)) + len(job.composition.ranks_outside)
     if rank is not None and rank >= ranks:
         raise UsageError(f"--rank {rank}: the job has ranks 0 to {ranks - 1}")
     if machine is not None and not shards:

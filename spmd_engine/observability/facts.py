@@ -50,6 +50,7 @@ EXTRAS = {
     "scipy": ("planning", "the exact search of 'plan'"),
     "tokenizers": ("hf", "tokenizers of published models"),
     "jinja2": ("hf", "chat templates"),
+    "pyarrow": ("data", "Parquet tables, and files compressed by zstd"),
     "PIL": ("images", "folders of images, and pictures as PNG"),
 }
 SHARED_MEMORY = Path("/dev/shm")

@@ -15,7 +15,7 @@ from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import table as tensor_table
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.build import composed_assignment, composed_layout
-from spmd_engine.engine.helpers import helper_stage
+from spmd_engine.engine.helpers import stages_of
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE, Assignment, assign, homes_of, misfit, parse_shares
 from spmd_engine.errors import UsageError, one_of
@@ -182,7 +182,8 @@ def print_shardings(console: Console, job: TrainConfig, model: Model, compositio
             console.print(f"{where}frozen weights in parts -> {_counted(len(assignment.frozen), 'group')}")
     for term in composition.assigned:
         numbers = term.numbers(model)
-        where = f" of stage {helper_stage(model, axes, composition, term.rank)}" if len(assignments) > 1 else ""
+        stages = ", ".join(map(str, stages_of(term, model, axes, composition)))
+        where = f" of stage {stages}" if len(assignments) > 1 else ""
         names = f"{model.layers[numbers[0]][0]} to {model.layers[numbers[-1]][0]}"
         console.print(
             f"helper rank {term.rank} computes {_counted(len(numbers), 'layer')}{where}, {names}, for its owners"

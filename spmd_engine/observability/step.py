@@ -79,6 +79,18 @@ def draw_communication(step: RankStep, place: MeshPosition, title: str, assumed:
     return Picture(title, cells, table(rows, "lllrllr"), notes, fold=(LABEL, 10))
 
 
+def print_transfers(step: RankStep, console: Console) -> None:
+    """Print a summary of what a rank sends: a row for all transfers of one kind and label."""
+    kinds: dict[tuple[str, str], list[Communication]] = defaultdict(list)
+    for transfer in step.communications:
+        kinds[_name_of_transfer(transfer), transfer.axes].append(transfer)
+    table = _table("transfers", "over", ">number", ">bytes sent", ">hidden by a computation")
+    for (name, axes), transfers in kinds.items():
+        sent, hidden = sum(each.sent for each in transfers), sum(each.priority > 0 for each in transfers)
+        table.add_row(name, axes, str(len(transfers)), f"{sent:,.0f}", str(hidden))
+    console.print(table, "")
+
+
 def _name_of_transfer(transfer: Communication) -> str:
     return f"{transfer.operation} {transfer.label}"
 
@@ -200,7 +212,7 @@ def _layers(step: RankStep) -> Table:
         held[shard.layers[0] if shard.layers else ""] += shard.bytes
     lines: list[tuple[list[str], tuple[str, ...]]] = []
     for layer in flops:
-        if not layer:
+        if not layer and len(flops) > 1:
             continue
         largest = max((size for name, size in step.temporaries.items() if name.startswith(f"{layer} ")), default=0)
         numbers = (
@@ -209,7 +221,7 @@ def _layers(step: RankStep) -> Table:
             f"{bytes_moved[layer]:,}",
             f"{step.saved.get(layer, 0):,}",
             f"{largest:,}",
-            f"{sent[layer]:,.0f}",
+            f"{sent[layer] if layer else sum(sent.values()):,.0f}",
         )
         equal_layers = next((names for names, other in lines if other == numbers), None)
         if equal_layers is None:
@@ -219,7 +231,8 @@ def _layers(step: RankStep) -> Table:
     gflop = ">forward, GFLOP", ">again", ">input", ">weights"
     table = _table("layer", ">parameters, bytes", *gflop, ">bytes moved", ">saved", ">most", ">bytes sent")
     for names, numbers in lines:
-        table.add_row(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} alike", *numbers)
+        name = names[0] or "the engine"  # of a user's own, which has no layers
+        table.add_row(name if len(names) == 1 else f"{name} and {len(names) - 1} alike", *numbers)
     return table
 
 

@@ -17,7 +17,6 @@ from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, axes_text, count_ranks
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import ModelConfig, ParallelConfig
-from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.files import output_file
@@ -263,7 +262,7 @@ class PlanResult:
         request, composition, needs = self.request, self.composition, self.needs
         assert composition is not None and composition.mesh is not None
         return PlanFile(
-            ranks=count_ranks(composition.mesh) + len(helper_ranks(composition.assigned)),
+            ranks=count_ranks(composition.mesh) + len(composition.ranks_outside),
             model=ModelConfig(name=model, dtype=self.precision, lora=lora),
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,

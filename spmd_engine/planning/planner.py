@@ -12,7 +12,6 @@ import numpy as np
 from spmd_engine.axes import MeshPosition, checked_axes, count_ranks
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.build import composed_layout
-from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.importing import uncollected
@@ -117,7 +116,7 @@ def fixed_plan(request: Request) -> PlanResult:
     stages, parallel = fixed.pop("stages", None), bool(fixed.pop("sequence_parallel", False))
     stages = stages if isinstance(stages, str | None) else ",".join(map(str, stages))
     composition = request.base.changed(mesh=axes, sequence_parallel=parallel, stages=stages, **fixed)
-    ranks, batch_size = max(request.ranks) + len(helper_ranks(composition.assigned)), request.batch_sizes[0]
+    ranks, batch_size = max(request.ranks) + len(composition.ranks_outside), request.batch_sizes[0]
     machine = request.machine.with_ranks(ranks)
     position = MeshPosition(axes, dict.fromkeys(axes, 0))
     layout = composed_layout(request.model, position, composition)

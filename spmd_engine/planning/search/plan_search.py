@@ -196,7 +196,7 @@ class PlanSearch:
             part = budget.part(OFFLOAD_SHARE if name == "offload" else 1 / phases[name])
             if name == "offload":
                 return self._with_offload(result, part)
-            near, what = neighbours.helped_stages, "a helper rank"
+            near, what = neighbours.assigned_stages, "a helper rank"
             if name == "split":
                 near, what = neighbours.uneven_stages, "uneven stages"
             return self._without_estimates(result, near(self), what, part), explain

@@ -14,7 +14,6 @@ from math import gcd, prod
 from typing import Any
 
 from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
-from spmd_engine.engine.helpers import helper_ranks, parse_assign
 from spmd_engine.engine.offload.config import Offload
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, PIPE, Shares, misfit
@@ -69,7 +68,7 @@ class Candidate:
 
     @cached_property
     def ranks(self) -> int:
-        return count_ranks(self.mesh) + len(helper_ranks(parse_assign(self.assign)))
+        return count_ranks(self.mesh) + len(ParallelConfig(assign=self.assign).ranks_outside if self.assign else ())
 
     @cached_property
     def pipe(self) -> int:
