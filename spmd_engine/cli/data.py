@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -138,7 +139,7 @@ def show(path: str, model: str, count: int, output: str, as_json: bool, columns:
     """
     if launcher_rank() > 0:
         return
-    if holds_images(path):
+    if Path(path).exists() and holds_images(path):
         print_images(path, count, output, as_json)
         return
     shown = (

@@ -58,6 +58,9 @@ def rare_option(*flags: str, **options: Any) -> Callable:
     return click.option(*flags, cls=SettingOption, **options)
 
 
+FILE = click.Path(dir_okay=False, path_type=Path)  #: of an option that names a file to write
+
+
 class LongCommand(click.Command):
     """A command with many options: ``--help`` lists those that most users need, with the first sentence of each help;
     ``--help-all`` lists all options, by section of the configuration, with their whole help."""
@@ -315,9 +318,9 @@ def open_mesh(job: TrainConfig, axes: Mapping[str, int] | None = None, *, beside
     if others and not beside:
         raise UsageError(f"--assign {job.composition.assign}: only 'train' and 'verify' have helper ranks; omit it")
     mesh = mesh_of(job, job.composition.mesh or axes or {}, others)
-    print_notices(choose_products(mesh.group(), job.products, dtype=job.model.dtype, device=job.device))
+    print_notices(choose_products(mesh.all_ranks(), job.products, dtype=job.model.dtype, device=job.device))
     backend = get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
-    print_notices(choose_transport(mesh.group(), backend, job.transport))
+    print_notices(choose_transport(mesh.all_ranks(), backend, job.transport))
     return mesh
 
 
@@ -336,8 +339,7 @@ def served_model(job: TrainConfig) -> ModelConfig:
 
 output_option = click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
+    type=FILE,
     help="Write the picture to FILE.svg, or FILE.png (needs Pillow), instead of printing it.",
 )
 

@@ -42,6 +42,7 @@ from spmd_engine.planning import analyze
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run_folder import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.training.workload import step_of
 
 MOST_PARTS = 64  #: micro-batches that can be drawn
 
@@ -191,10 +192,7 @@ def communication(job: TrainConfig, rank: int, output: Path | None) -> None:
     if job.data.micro_batches > MOST_PARTS:
         raise UsageError(f"--micro-batches {job.data.micro_batches}: at most {MOST_PARTS} can be drawn")
     model, composition = model_on(axes, job)
-    data, dtype = job.data, job.model.dtype
-    analysis = analyze(
-        model, axes, composition, batch_size=data.batch_size, micro_batches=data.micro_batches, dtype=dtype
-    )
+    analysis = analyze(model, axes, composition, **step_of(job))
     title = f"{job.model.name}, mesh {mesh[0]}: a step of rank {rank}"
     if output is None:
         print_transfers(analysis.of_rank(rank), Console(highlight=False, soft_wrap=True))

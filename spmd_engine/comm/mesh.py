@@ -255,8 +255,10 @@ class Mesh(Collectives, MeshPosition):
         members = part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1)
         return members[members >= 0].tolist()
 
-    def all_ranks(self, name: str) -> Group:
-        """All ranks of the job, also those that are not on the mesh, for messages; ``name`` stands for its axes."""
+    def all_ranks(self, name: str = "world") -> Group:
+        """All ranks of the job, also those that are not on the mesh; ``name`` stands for axes."""
+        if name == "world" and self.comm is self.others.world:
+            return self.group()
         return Group(self.others.world, name, self.ledger, timeout=self.options["timeout"])
 
     @property

@@ -73,8 +73,8 @@ def train(
         raise UsageError("--resume needs --run NAME: name the run to continue")
     with resolved.open_mesh() as mesh:
         get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
-        early, all_ranks = [CommonChoices(), *hooks], mesh.all_ranks("world") if mesh.others.ranks else mesh.group()
-        notices = [*resolved.notices, *(notice for hook in early for notice in hook.prepare(job, all_ranks))]
+        early = [CommonChoices(), *hooks]
+        notices = [*resolved.notices, *(notice for hook in early for notice in hook.prepare(job, mesh.all_ranks()))]
         if mesh.others.have_this:
             return _train_outside(job, mesh, early)
         with mesh.others:

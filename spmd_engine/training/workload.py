@@ -248,6 +248,13 @@ def optimizer_of(training: StepConfig) -> Optimizer:
     return SGD(training.momentum, training.weight_decay)
 
 
+def step_of(job: TrainConfig) -> dict[str, Any]:
+    """The batch, dtype and optimizer of a job's step, as functions that predict the step take them."""
+    data, dtype = job.data, dtype_of(job.model.dtype)
+    sizes = {"batch_size": data.batch_size, "micro_batches": data.micro_batches, "sequence": data.length}
+    return {**sizes, "dtype": dtype, "optimizer": optimizer_of(job.training)}
+
+
 def rate_of(training: StepConfig) -> WarmupCosine:
     """The learning rate that a job describes."""
     steps = training.decay_steps or training.steps
