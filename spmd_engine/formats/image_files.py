@@ -157,7 +157,9 @@ class ImageFiles:
 
     def __getitem__(self, numbers: slice | np.ndarray) -> np.ndarray:
         chosen = np.arange(len(self))[numbers] if isinstance(numbers, slice) else numbers
-        rows, kind = np.empty((len(chosen), *self.shape[1:]), self.dtype), ImageKind(*self.shape[1:], self.pixels)
+        _, height, width, channels = self.shape
+        kind = ImageKind(height, width, channels, self.pixels)
+        rows = np.empty((len(chosen), height, width, channels), self.dtype)
         for row, number in zip(rows, chosen, strict=True):
             path = self.paths[int(number)]
             row[...] = read_picture(path, path, kind)
