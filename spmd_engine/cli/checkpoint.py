@@ -15,6 +15,7 @@ from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER, Manifest
 from spmd_engine.checkpoints.hf.export import NAMES, export_adapters, export_gguf, export_huggingface
 from spmd_engine.checkpoints.hf.weights import Pretrained, merged
 from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard_checkpoint
+from spmd_engine.cli.values import Choice, WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -43,10 +44,10 @@ def checkpoint() -> None:
 
 @checkpoint.command()
 @click.argument("path")
-@click.option("--arrays/--no-arrays", default=True, show_default=True, help="List every array.")
+@click.option("--arrays/--no-arrays", default=None, help="List every array. [default: with --json alone]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(path: str, arrays: bool, as_json: bool) -> None:
-    """Print the contents of a checkpoint, without reading its arrays."""
+def inspect(path: str, arrays: bool | None, as_json: bool) -> None:
+    """Print a summary of a checkpoint, or all its arrays, without reading them."""
     opened, manifest = _open(path)
     sizes = {section: sum(array.nbytes for array in held.values()) for section, held in manifest.sections.items()}
     facts = {
@@ -63,9 +64,11 @@ def inspect(path: str, arrays: bool, as_json: bool) -> None:
         for name, array in held.items()
     ]
     if as_json:
-        click.echo(json.dumps(facts | ({"arrays": listed} if arrays else {}), indent=2))
+        click.echo(json.dumps(facts | ({"arrays": listed} if arrays is not False else {}), indent=2))
         return
     readable = {"bytes": ", ".join(f"{section} {count:,}" for section, count in sizes.items())}
+    counts = ", ".join(f"{section} {len(held)}" for section, held in manifest.sections.items())
+    readable["arrays"] = counts if arrays else f"{counts}; --arrays lists them"
     for name, value in (facts | readable).items():
         click.echo(f"{name:<16}{value}")
     if arrays:
@@ -119,7 +122,7 @@ def digest(path: str, other: str | None, arrays: bool) -> None:
 @checkpoint.command()
 @click.argument("path")
 @click.argument("folder")
-@click.option("--files", type=click.IntRange(1, MOST_FILES), default=1, show_default=True, help="Files of each kind.")
+@click.option("--files", type=WholeRange(1, MOST_FILES), default=1, show_default=True, help="Files of each kind.")
 def reshard(path: str, folder: str, files: int) -> None:
     """Rewrite a checkpoint into FOLDER, that of a run, in another number of files.
 
@@ -136,14 +139,14 @@ def reshard(path: str, folder: str, files: int) -> None:
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["safetensors", "huggingface", "gguf", "peft"]),
+    type=Choice(["safetensors", "huggingface", "gguf", "peft"]),
     default="safetensors",
     show_default=True,
     help="One file with our names, a folder for transformers, a file for llama.cpp, or a folder of adapters for PEFT.",
 )
 @click.option(
     "--dtype",
-    type=click.Choice(list(NAMES)),
+    type=Choice(list(NAMES)),
     default="float32",
     show_default=True,
     help="Dtype in a folder or GGUF file; there float32, float16 or bfloat16.",

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,17 @@ class RunRecord:
     def last(self, event: str) -> Mapping[str, Any]:
         """The last event of this kind; empty if there is none."""
         return next((each for each in reversed(self.events) if each.get("event") == event), {})
+
+    def first(self, event: str) -> Mapping[str, Any]:
+        """The first event of this kind; empty if there is none."""
+        return next((each for each in self.events if each.get("event") == event), {})
+
+    @property
+    def seconds(self) -> float:
+        """The time of all starts, each up to its last event."""
+        times = [(each.get("event"), _seconds_of(each.get("time"))) for each in self.events]
+        known = [(event, now) for event, now in times if now]
+        return sum(now - before for (_, before), (event, now) in pairwise(known) if event not in ("opened", "started"))
 
     @property
     def mesh(self) -> str:
@@ -236,6 +249,14 @@ class JsonLines:
                     continue
                 if isinstance(content, dict):
                     yield content
+
+
+def _seconds_of(time: Any) -> float:
+    """The seconds of an event's time; 0 for one that is damaged."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
 
 
 def _parts_of_step(line: Mapping[str, Any]) -> np.ndarray | None:

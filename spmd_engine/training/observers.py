@@ -192,6 +192,10 @@ class EventLog(Observer):
         if logging.lastResort and not logging.getLogger().handlers:  # which this handler would replace
             logging.lastResort.handle(record)
 
+    def evaluated(self, step: int, loss: float) -> None:
+        if step == 0:  # later ones are in the metrics
+            self._write("evaluated", step=step, validation_loss=loss)
+
     def stepped(self, report: StepReport) -> None:
         if report.skipped:
             self._write("skipped", step=report.step, why=report.skipped)

@@ -22,7 +22,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
-from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.helpers import follow_orders
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.pictures import html_table
@@ -143,18 +143,18 @@ class Run:
                 self.save()
         return self.loss
 
-    def train_from_between(self, steps: int, stop: StopFlag, enter: Callable[[], None]) -> None:
-        """As ``train``, on a rank that joins the run after one of its steps: ``enter`` returns when this rank is on the
-        mesh of the next step. ``stop`` is open."""
+    def train_from_between(self, steps: int, stop: StopFlag, enter: Callable[[], None] = lambda: None) -> None:
+        """As ``train``, on a rank that is not on the mesh at first, such as one that joins the run after one of its
+        steps. ``enter`` is called at the beginning; ``stop`` is open."""
         self.engine.mesh.activity.folder = self.folder
         self._lock = RunLock(self.folder)  # which rank 0 has taken
         self.trainer.stop = stop
         with self._hooked(steps):
             enter()
-            self._wait_outside()
-            self._save_after_step(steps, stop)
-            self._go_on(steps, stop)
-            self.sample()
+            if self._is_on_mesh(stop):
+                self._save_after_step(steps, stop)
+                self._go_on(steps, stop)
+                self.sample()
 
     def _go_on(self, steps: int, stop: StopFlag) -> None:
         """The steps up to ``steps``, with what follows each of them.
@@ -177,17 +177,22 @@ class Run:
                 self._notify_evaluated()
             for place, hook in enumerate(self.hooks):
                 hook.between_steps(report.step, bool(self.trainer.requested >> place & 1))
-            self._wait_outside()
+            if not self._is_on_mesh(stop):
+                return
             self._save_after_step(steps, stop, stopped)
         if stop.taken:
             self.notify("stopped", self.steps_done, stop.taken)
             sys.exit(128 + stop.taken)
 
-    def _wait_outside(self) -> None:
-        """Return when this rank has the next step to do."""
-        while isinstance(self.engine, LayeredEngine) and not self.engine.is_placed:
-            for hook in self.hooks:
-                hook.outside()
+    def _is_on_mesh(self, stop: StopFlag) -> bool:
+        """Return True when this rank has the next step to do; until then it does what rank 0 orders. False: the run has
+        ended meanwhile. Raises UsageError or SystemExit if it has ended so."""
+        while (order := follow_orders(self.engine, lambda: stop.received)) is not None:
+            if not order:
+                stop.take(stop.received)
+                return False
+            self.hooks[order["hook"]].between_steps(self.steps_done, requested=True)
+        return True
 
     def _evaluates(self, steps: int) -> bool:
         return self.steps_done == steps or _due(self.eval_every, self.steps_done)
