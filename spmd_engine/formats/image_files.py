@@ -341,7 +341,7 @@ def images_in_table(file: str | Path, listed: ListedImages | None = None) -> Lab
 
 def table_columns(line: str) -> list[int | None]:
     """The numbers of the columns of paths, classes and parts, by the names in a table's first line."""
-    return _places(line.split(_delimiter(line)))
+    return _places(line.strip().split(_delimiter(line)))
 
 
 def _delimiter(text: str) -> str:
