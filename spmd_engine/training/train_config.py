@@ -42,7 +42,8 @@ class DataConfig(Configuration):
         metavar="PATH",
         unset="the source of Python's standard library; for images scikit-learn's digits",
         help="What to learn from: a file or a folder of text, or a file of tokens from 'data prepare'. For models of "
-        "images: an .npz file (x, y), a folder of IDX files, or a folder with a subfolder of images for each class.",
+        "images: a folder with a subfolder of images for each class, a .csv file of paths and labels, .parquet files, "
+        "an .npz file (x, y), or a folder of IDX files.",
     )
     batch_size: int = setting(
         16, least=1, most=MOST, fixed=True, common=True, of_images=64, help="Samples a step, over all ranks."

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.hf.weights import Pretrained, adapter_options
@@ -153,6 +154,25 @@ def read_images(path):
     return ImageRows(found.parts)[:].tobytes(), found.y.tolist()
 
 
+def picture_file(ending):
+    def write(folder):
+        write_folder(folder)
+        for path in folder.rglob("*.png"):
+            with Image.open(path) as picture:
+                picture.save(path.with_suffix(f".{ending}"))
+            path.unlink()
+        return folder / "class1" / f"01.{ending}"
+
+    return write
+
+
+def image_table(folder):
+    write_folder(folder)
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*.png"))]
+    (folder / "x.csv").write_text("path,label\n" + "".join(f"{path},{path.parent}\n" for path in paths))
+    return folder / "x.csv"
+
+
 JOB = TrainConfig.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts").as_json()
 LINES = "".join(json.dumps(each) + "\n" for each in ({"text": "a"}, {"prompt": "b", "completion": "c"}) * 3)
 KINDS = {
@@ -188,6 +208,9 @@ KINDS = {
         lambda path: read_images(path.parents[1]),
         is_proven=True,
     ),
+    "jpeg": Kind(picture_file("jpg"), lambda path: read_images(path.parents[1])),
+    "tiff": Kind(picture_file("tif"), lambda path: read_images(path.parents[1])),
+    "table": Kind(image_table, lambda path: find_images(str(path)).y.tolist(), JSON[:2]),
 } | {
     f"config of {family}": Kind(
         copied(GOLDEN / "decoders" / family, "config.json"), lambda path: len(Pretrained(path.parent)), JSON
