@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from spmd_engine.comm import Ledger, Mesh, run_threads, world
     from spmd_engine.engine import LayeredEngine, ParallelConfig, ShardedEngine, as_distributed, batch_of
     from spmd_engine.jobs import train
+    from spmd_engine.models import Model
     from spmd_engine.planning import plan
     from spmd_engine.serving import generate
     from spmd_engine.training import ArrayData, Run, TrainConfig, Trainer
@@ -21,6 +22,7 @@ __all__ = [
     "LayeredEngine",
     "Ledger",
     "Mesh",
+    "Model",
     "ParallelConfig",
     "Run",
     "ShardedEngine",

@@ -8,22 +8,64 @@ from difflib import SequenceMatcher
 from traceback import walk_stack
 
 LIKE = 0.65  #: least similarity, by difflib, of a suggested name
+LISTED = 24  #: most names that an error lists
+
+#: The names that other programs have for an option, an axis or a value.
+ELSEWHERE = {
+    "learning-rate": "lr base-lr step-size",
+    "steps": "epochs max-steps num-steps train-steps iters iterations max-iters",
+    "batch-size": "bs batch global-batch-size train-batch-size",
+    "micro-batches": "grad-accum accumulate gradient-accumulation-steps",
+    "length": "seq-len sequence sequence-length block-size context-length",
+    "sequence": "seq-len length sequence-length block-size context-length",
+    "weight-decay": "wd decay l2",
+    "grad-clip": "clip clip-grad max-grad-norm",
+    "recompute": "checkpointing gradient-checkpointing activation-checkpointing remat",
+    "precision": "amp mixed-precision torch-dtype",
+    "tokens": "max-new-tokens max-tokens max-length n-predict",
+    "run": "name out output-dir out-dir save-dir",
+    "ranks": "gpus num-gpus nproc np world-size devices",
+    "lora-rank": "lora-r lora-dim",
+    "data": "dp ddp batch dataset train-data data-path",
+    "model": "tp tensor mp",
+    "pipe": "pp pipeline stage stages",
+    "context": "cp sp seq sequence",
+    "expert": "ep experts",
+    "shard": "fsdp",
+    "bfloat16": "bf16",
+    "float16": "fp16 f16 half",
+    "float32": "fp32 f32 single full",
+    "float64": "fp64 f64 double",
+}
+
+
+def similar_to(given: object, names: Iterable[str]) -> list[str]:
+    """The ``names`` that are called ``given`` elsewhere, or are similar to it, the most similar first."""
+    text = str(given)[:100].lower()
+
+    def likeness(name: str) -> float:
+        elsewhere = ELSEWHERE.get(_plain(name), "").split()
+        return 1.0 if _plain(text) in elsewhere else SequenceMatcher(None, text, name.lower()).ratio()
+
+    return sorted((name for name in names if likeness(name) >= LIKE), key=likeness, reverse=True)
+
+
+def _plain(name: str) -> str:
+    return name.strip("-").replace("_", "-")
 
 
 def one_of(given: object, names: Iterable[str]) -> str:
     """The end of an error about an unknown name: the valid ``names``, those most similar to ``given`` first.
 
-    >>> one_of("mpl", ["gpt", "mlp", "convnet"])
-    "did you mean 'mlp'? There are: mlp, gpt, convnet"
+    >>> one_of("mpl", ["gpt", "mlp", "convnet"]), one_of("bf16", ["float16", "bfloat16"])
+    ("did you mean 'mlp'? There are: mlp, gpt, convnet", "did you mean 'bfloat16'? There are: bfloat16, float16")
     """
-
-    def likeness(name: str) -> float:
-        return SequenceMatcher(None, str(given)[:100].lower(), name.lower()).ratio()
-
     valid = list(names)
-    similar = sorted((name for name in valid if likeness(name) >= LIKE), key=likeness, reverse=True)
-    listed = ", ".join(dict.fromkeys([*similar, *valid]))
-    return f"did you mean {similar[0]!r}? There are: {listed}" if similar else f"there are: {listed or 'none'}"
+    similar = similar_to(given, valid)
+    listed = list(dict.fromkeys([*similar, *valid]))
+    more = f" and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
+    text = f"here are: {', '.join(listed[:LISTED]) or 'none'}{more}"
+    return f"did you mean {similar[0]!r}? T{text}" if similar else f"t{text}"
 
 
 LONGEST = 4000  #: characters of a message
@@ -56,19 +98,17 @@ class MeshError(UsageError):
 class WrongNumberOfRanks(MeshError):
     """The size of a mesh is not the number of ranks."""
 
-    def __init__(self, mesh: str, ranks: int, there_are: int) -> None:
-        super().__init__(
-            f"mesh {mesh} needs {ranks} ranks, but there are {there_are}. "
-            f"Change the sizes, or start with: mpiexec -n {ranks} ..."
-        )
+    def __init__(self, mesh: str, ranks: int, there_are: int, *, threads: bool = False) -> None:
+        start = f"call run_threads(..., ranks={ranks})" if threads else f"start with: mpiexec -n {ranks} ..."
+        super().__init__(f"mesh {mesh} needs {ranks} ranks, but there are {there_are}. Change the sizes, or {start}")
         self.mesh, self.ranks = mesh, ranks  #: axes, as in "data=2,model=2"; number of ranks that they need
 
 
 class UnknownParameter(UsageError, KeyError):
     """An engine, or a layer, has no parameter of this name."""
 
-    def __init__(self, name: str, names: Iterable[str], of: str = "engine") -> None:
-        super().__init__(f"this {of} has no parameter {name!r}; {one_of(name, names)}")
+    def __init__(self, name: str, names: Iterable[str], of: str = "engine", lack: str = "") -> None:
+        super().__init__(f"this {of} has no parameter {name!r}; {lack or one_of(name, names)}")
 
     __str__ = Exception.__str__  # KeyError quotes its message
 

@@ -7,7 +7,7 @@ import os
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -53,6 +53,25 @@ def reason(error: BaseException) -> str:
     return text if plain and text else ": ".join(filter(None, (type(error).__name__, text)))
 
 
+def first_few(names: Sequence[str], most: int = 3) -> str:
+    """``a, b, c and 2 more``."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/"  #: how the text begins that Git LFS has in place of a large file
+
+
+def refuse_pointer(path: str | Path, kind: type[SpmdError] = UsageError) -> None:
+    """Raise an error of this kind if the file is a pointer of Git LFS, instead of one about its content."""
+    with open(path, "rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise kind(
+                f"{path} is a pointer of Git LFS, not the file itself: run 'git lfs pull' in its folder, or fetch the "
+                "file by other means"
+            )
+
+
 def read_bytes(path: str | Path, most: int = MOST_BYTES, *, pipes: bool = False) -> bytes:
     """The content of a file, or with ``pipes`` of a pipe, for which this waits.
 
@@ -73,21 +92,33 @@ def read_text(path: str | Path, most: int = MOST_BYTES, *, pipes: bool = True) -
 
 def parse_json(text: str | bytes, pairs: Callable[[list], Any] | None = None) -> Any:
     """The content of a JSON text, within the limits; raises ValueError or RecursionError. ``pairs``: object hook."""
-    return _bounded(json.loads(text, object_pairs_hook=pairs))
+    return bounded(json.loads(text, object_pairs_hook=pairs))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """The content of a TOML text, within the limits; raises ValueError or RecursionError."""
     if _DOTTED.search(text):  # tomllib takes quadratic time for such a key
         raise RecursionError
-    return _bounded(tomllib.loads(text))
+    return bounded(tomllib.loads(text))
 
 
-def json_at(path: str | Path, kind: type[SpmdError] = UsageError, *, most: int = MOST_BYTES, pipes: bool = True) -> Any:
-    """The content of a JSON file, within the limits; raises errors of this kind, and UsageError, only."""
+def json_at(
+    path: str | Path,
+    kind: type[SpmdError] = UsageError,
+    *,
+    most: int = MOST_BYTES,
+    pipes: bool = True,
+    pairs: Callable[[list], Any] | None = None,
+) -> Any:
+    """The content of a JSON file, within the limits; raises errors of this kind, and UsageError, only.
+
+    ``pairs`` is the hook of ``parse_json``.
+    """
     with reading(f"{path} cannot be read as JSON", kind=kind):
         text = read_text(path, most, pipes=pipes)
-        content = parse_json(text)
+        if text.startswith(POINTER.decode()):
+            refuse_pointer(path, kind)
+        content = parse_json(text, pairs)
         if _SURROGATE.search(text):  # half of a surrogate pair is no character, but a file's name may have such a byte
             json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")
         return content
@@ -104,7 +135,7 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _bounded(content: Any) -> Any:
+def bounded(content: Any) -> Any:
     """``content``; raises RecursionError if it is nested too deep, ValueError if a number has too many digits."""
     level = [content]
     for _ in range(DEPTH + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import timedelta
 
 from spmd_engine.errors import UsageError
 
@@ -80,3 +81,17 @@ def readable_seconds(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns"
+
+
+def readable_loss(loss: float) -> str:
+    """A loss with four decimals; of five digits or more, with four of them.
+
+    >>> readable_loss(2.06413), readable_loss(3.2e200)
+    ('2.0641', '3.2e+200')
+    """
+    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.4g}"
+
+
+def clock_time(seconds: float) -> str:
+    """Seconds as hours, minutes and seconds: ``0:01:12``."""
+    return str(timedelta(seconds=round(seconds)))

@@ -161,7 +161,10 @@ class LiveMigration:
             recorder = Recorder(Meter())
             with on_shapes() as backend, metered(recorder.meter):
                 mesh = ShapedMesh(ranks, position.coordinates, recorder)
-                how, layout = shape.composition.how_on(axes), reshaper.layout_in(shape, model, mesh)
+                how, layout = (
+                    shape.composition.changed(assign=None).how_on(axes),
+                    reshaper.layout_in(shape, model, mesh),
+                )
                 placed = LayeredEngine(model, mesh, layout, dtype=engine.dtype, backend=backend, drawn=False, **how)
                 new = describe_parts(placed)
         return {"old": old, "new": new}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,9 +14,8 @@ from spmd_engine.axes import axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.world import Port
-from spmd_engine.engine.helper_job import Helpers
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.reshape import NAP, Reshaper, Shape, ShapeRequest
+from spmd_engine.engine.reshape import Reshaper, Shape, ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.files import RequestFile
 from spmd_engine.foreign import MOST_OF_REQUEST, json_at, reading
@@ -35,8 +33,7 @@ class ShapeChanges(Hook):
 
     Rank 0 looks for a ShapeRequest after each step, and ``propose(step)`` may return one, too. All ranks learn of it
     with the step's metrics, check it, and move, or refuse it with one error; the answer is a line of ``events.jsonl``.
-    Ranks outside the mesh stay in ``outside`` until they are taken back, or leave it by ``_Dismissed`` when the run
-    ends.
+    Ranks outside the mesh are woken for it.
     """
 
     def __init__(
@@ -45,10 +42,9 @@ class ShapeChanges(Hook):
         propose: Callable[[int], ShapeRequest | None] = lambda step: None,
         joined: Mapping[str, Any] | None = None,
         before: Communicator | None = None,
-        helpers: Helpers | None = None,
     ) -> None:
         """``joined``: on a rank that joins, the order of the running job; ``before``: its own world."""
-        self._workload, self._propose, self._helpers = workload, propose, helpers
+        self._workload, self._propose = workload, propose
         self._joined, self._before = joined, before
         self._reshaper: Reshaper | None = None  # of an engine whose shape can change
         self._request_id = ""  # of the request that is followed now
@@ -68,7 +64,8 @@ class ShapeChanges(Hook):
         self._run, self._steps, self._file = run, steps, RequestFile(run.folder / ShapeRequest.FILE)
         job, engine = self._workload.job, self._workload.engine
         if isinstance(engine, LayeredEngine):
-            shape = Shape(job.composition.changed(mesh=dict(engine.mesh.all_axes)), tuple(range(engine.mesh.size)))
+            axes = engine.mesh.all_axes if engine.is_placed else job.composition.mesh
+            shape = Shape(job.composition.changed(mesh=axes), tuple(engine.mesh.others.on_mesh))
             if joined := self._joined:
                 experts = {layer: tuple(parts) for layer, parts in joined["experts"].items()}
                 shape = Shape(job.composition, tuple(joined["ranks"]), experts)
@@ -84,20 +81,14 @@ class ShapeChanges(Hook):
             )
         if engine.device_id == 0:
             refuses = "" if self._reshaper else f"{job.strategy or job.model.name} shards itself: no ranks can join it"
-            refuses = refuses or (_HELPED if engine.mesh.helpers else "")
             self._joining = JoinRequests(run.folder, refuses, facts_of(run.config or {}))
 
     # --- on rank 0
 
     def has_request(self, step: int) -> bool:
-        """Whether a request is due after this step, on rank 0; it also hears of signals to ranks outside the mesh."""
+        """Whether a request is due after this step, on rank 0."""
         if self._run.engine.device_id:
             return False
-        stop = self._run.trainer.stop
-        if self._reshaper and self._reshaper.idle.ranks and stop:
-            stop.receive(self._reshaper.idle.signal())
-        if self._helpers and stop:
-            stop.receive(self._helpers.signal())
         if step >= self._steps or self._live or self._run.tracing:  # the trace is of one mesh
             return False
         world = self._reshaper.world if self._reshaper else self._run.engine.mesh.comm
@@ -177,21 +168,6 @@ class ShapeChanges(Hook):
         self._change_shape(order)
         self._last_after = perf_counter()
 
-    def outside(self) -> None:
-        """Sleep until rank 0 needs all ranks, and do what it says."""
-        reshaper, stop = self._reshaper, self._run.trainer.stop
-        assert reshaper
-        with self._workload.engine.mesh.activity.phase("idle, outside the mesh"):
-            reshaper.idle.nap = NAP / 100 if self._live else NAP  # the others wait until it is awake
-            message = reshaper.idle.sleep(lambda: stop.received if stop else 0)
-        if "exit" in message:
-            raise _Dismissed(message["exit"], message["error"])
-        if self._live:
-            self._migrate()
-        else:
-            self._change_shape()
-        self._last_after = perf_counter()
-
     def _change_shape(self, joined: Mapping[str, Any] | None = None) -> None:
         """Follow a request on all ranks of the world, or refuse it. ``joined``: see the constructor."""
         if not (self._reshaper and self._reshaper.is_idle):
@@ -232,14 +208,14 @@ class ShapeChanges(Hook):
     def _answer(self, do: Callable[[], dict[str, Any] | None]) -> bool:
         """Tell the observers what ``do()`` returns about a change of shape, or why it is refused.
 
-        Returns False if ``do()`` returns None, as the change is not made yet. Collective over the world: idle ranks are
-        awake meanwhile.
+        Returns False if ``do()`` returns None, as the change is not made yet. Collective over the world: all
+        ranks are awake meanwhile.
         """
         self._began, run, reshaper = perf_counter(), self._run, self._reshaper
         before = reshaper and reshaper.shape
         is_first = run.engine.device_id == 0
-        if reshaper and reshaper.idle.ranks and is_first:
-            reshaper.idle.wake({})
+        if reshaper and reshaper.others.ranks and is_first:
+            reshaper.others.wake({"hook": run.hooks.index(self)})
         change: dict[str, Any] | None = {}
         try:
             change = do()
@@ -303,8 +279,6 @@ class ShapeChanges(Hook):
             raise UsageError(f"{job.strategy or job.model.name} shards itself: its shape cannot change")
         if request.model not in (None, job.model.name):
             raise UsageError(f"this is a shape for {request.model}, and the run trains {job.model.name}")
-        if self._run.engine.mesh.helpers or request.composition.get("assign"):
-            raise UsageError(_HELPED)
         shape, notices = reshaper.checked(request, job.data.batch_size, job.data.micro_batches)
         if (moved := reshaper.within_overlap(shape)) != shape:
             facts = self._move(moved, notices)  # which sends nothing
@@ -359,45 +333,18 @@ class ShapeChanges(Hook):
 
     @contextmanager
     def during(self, run: Run, steps: int) -> Iterator[None]:
-        """At the end of the run idle ranks end as the others do: with the same exit code, or the same error."""
+        """At the end of the run the ranks outside the mesh end, and then the worlds that have merged."""
         self._begin(run, steps)
         together = False  # whether all ranks end together
         try:
-            yield
-        except _Dismissed as end:
-            if end.error:
-                raise UsageError(end.error) from None
+            with run.engine.mesh.others:
+                yield
             together = True
-            if end.code:
-                sys.exit(end.code)
-        except SystemExit as stop:
-            self._dismiss(stop.code, "")
+        except SystemExit:
             together = True
             raise
-        except UsageError as error:  # other errors end the idle ranks, too, as they end all of the job
-            self._dismiss(0, str(error)[:1000])
-            raise
-        else:
-            self._dismiss(0, "")
-            together = True
         finally:
             if self._reshaper:
                 self._reshaper.close(together)
             if self._joining:
                 self._joining.close()
-
-    def _dismiss(self, code: Any, error: str) -> None:
-        """Wake the idle ranks for the last time, on rank 0."""
-        if self._reshaper and self._reshaper.idle.ranks and self._run.engine.device_id == 0:
-            self._reshaper.idle.wake({"exit": code, "error": error})
-
-
-_HELPED = "a run with helper ranks (--assign) keeps its shape: stop it, and resume it with other options"
-
-
-class _Dismissed(Exception):
-    """The run has ended while this rank was idle: with an exit code, or an error."""
-
-    def __init__(self, code: int, error: str) -> None:
-        super().__init__(code, error)
-        self.code, self.error = code, error

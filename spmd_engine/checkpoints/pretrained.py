@@ -18,6 +18,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.foreign import first_few
 from spmd_engine.models.load_config import load_config, located
 from spmd_engine.models.names import other_meaning
 
@@ -82,7 +83,7 @@ def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path
     if not {*engine.names} <= pretrained.keys() | adapters.keys():
         engine.initialize(frozen=False)
     on_all_ranks(engine.group(), lambda: engine.load_checkpoint(_weights(engine, pretrained, adapters)))
-    on_rank_zero(engine.group(), pretrained.check_copies)
+    on_rank_zero(engine.group(), pretrained.check_files)
     engine.after_update()
     return pretrained
 
@@ -122,7 +123,8 @@ def table(pretrained: Pretrained, shardings: Mapping[str, str]) -> Iterator[str]
     rows = [("parameter", "sharding", "", "tensor", "stored as")]
     rows += [(row[0], row[1], f"x {count}" if count > 1 else "", *row[2:]) for row, count in counts.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    yield f"{pretrained.path}: {len(pretrained)} parameters from {pretrained.nbytes / 1e6:,.1f} MB"
+    size = f"{pretrained.nbytes / 1e6:,.1f} MB in {first_few(pretrained.files)}"
+    yield f"{pretrained.path}: {len(pretrained)} parameters from {size}"
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 

@@ -17,7 +17,7 @@ import click
 import spmd_engine
 from spmd_engine import __version__
 from spmd_engine.comm.world import fail
-from spmd_engine.errors import UsageError, one_of
+from spmd_engine.errors import UsageError, one_of, similar_to
 from spmd_engine.foreign import reason
 from spmd_engine.importing import many_imports
 from spmd_engine.runtime.ending import end_at_once
@@ -142,6 +142,9 @@ def _run(arguments: list[str]) -> None:
             raise
         if leave.exit_code:  # --help ends with 0
             sys.exit(leave.exit_code)
+    except click.NoSuchOption as error:
+        fail(f"spmd_engine: {_no_such_option(error)}")
+        sys.exit(2)
     except click.ClickException as error:  # raised before ranks communicate, equally on every rank
         if launcher_rank() == 0:
             message = error.format_message()  # the help, if a group has no command
@@ -165,6 +168,15 @@ def _run(arguments: list[str]) -> None:
         sys.exit(2)
     except KeyboardInterrupt as error:
         end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error, arguments))
+
+
+def _no_such_option(error: click.NoSuchOption) -> str:
+    command = error.ctx.command_path if error.ctx else ""
+    flags = [flag for param in error.ctx.command.get_params(error.ctx) for flag in param.opts] if error.ctx else []
+    near = similar_to(error.option_name, (flag for flag in flags if flag.startswith("--")))
+    every = "--help-all" if "--help-all" in flags else "--help"
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"there is no option {error.option_name}; {hint}'{command} {every}' lists all options"
 
 
 def _end_without_reader() -> NoReturn:

@@ -13,7 +13,8 @@ from threadpoolctl import threadpool_limits
 
 from spmd_engine import units
 from spmd_engine.cli.bench.measuring import start_ranks
-from spmd_engine.cli.options import Quantity, print_notices
+from spmd_engine.cli.options import FILE, Quantity, print_notices
+from spmd_engine.cli.values import Choice
 from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import solo, world
@@ -33,12 +34,7 @@ from spmd_engine.training.workload import make_trainer, open_workload
 
 
 @click.command(short_help="Measure this machine into a file that 'plan' reads.")
-@click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="File to write. [default: the file that 'plan' reads]",
-)
+@click.option("--output", type=FILE, help="File to write. [default: the file that 'plan' reads]")
 @click.option(
     "--seconds",
     metavar="TIME",
@@ -50,7 +46,7 @@ from spmd_engine.training.workload import make_trainer, open_workload
 @click.option(
     "--offload-dir", "folder", metavar="FOLDER", default=".", help="Folder of --offload, whose disk is measured."
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="What is measured. [default: cpu]")
+@click.option("--device", type=Choice(["cpu", "cuda"]), default="cpu", help="What is measured. [default: cpu]")
 @click.option("--fit/--no-fit", default=True, show_default=True, help="Fit the cost of an operation to a few steps.")
 @click.option("--force", is_flag=True, help="Measure also while other programs compute; the file says so.")
 def calibrate(output: Path | None, seconds: float, folder: str, device: str, fit: bool, force: bool) -> None:

@@ -15,6 +15,7 @@ from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.options import LongCommand, open_mesh, served_model, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, check_weights, checkpoint_option, run_option, served_run
+from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
@@ -37,7 +38,7 @@ from spmd_engine.training.train_config import TrainConfig
 @click.option("--output", "target", metavar="Y.npy", required=True, help="File for the whole outputs.")
 @run_option
 @checkpoint_option
-@click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
+@click.option("--batch-size", type=WholeRange(min=1), help="Inputs at a time. [default: all]")
 @takes_job(*SERVED, config=False, help=HELP)
 def infer(source, target, run, checkpoint, batch_size, trust_code, job) -> None:
     """Read an array on rank 0, run the model on all ranks, and write the outputs from rank 0.

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from spmd_engine.checkpoints import CheckpointFolder
+from spmd_engine.cli.values import WholeNumber, WholeRange
 from spmd_engine.runtime.supervisor import Supervisor
 from spmd_engine.training.run_folder import run_folder
 
@@ -17,16 +18,20 @@ from spmd_engine.training.run_folder import run_folder
     short_help="Start a job, and restart it when a rank dies.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("-n", "--ranks", type=int, default=1, show_default=True, help="Number of ranks, as for mpiexec.")
+@click.option(
+    "-n", "--ranks", type=WholeNumber(), default=1, show_default=True, help="Number of ranks, as for mpiexec."
+)
 @click.option("--hosts", default="", metavar="A,B,...", help="Hosts, as for mpiexec. [default: this one]")
 @click.option(
     "--max-restarts",
-    type=click.IntRange(min=0),
+    type=WholeRange(min=0),
     default=3,
     show_default=True,
     help="Most restarts in a row without progress.",
 )
-@click.option("--min-ranks", type=int, help="Continue with fewer ranks, down to this number. [default: as -n]")
+@click.option(
+    "--min-ranks", type=WholeNumber(), help="Continue with fewer ranks, down to this number. [default: as -n]"
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(ranks: int, hosts: str, max_restarts: int, min_ranks: int | None, arguments: tuple[str, ...]) -> None:
     """Start ranks with mpiexec, and restart all of them from the last checkpoint when one dies.

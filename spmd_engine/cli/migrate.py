@@ -13,6 +13,7 @@ import click
 
 from spmd_engine.adaptive.joining import LockedFile, remove_unheld, runs
 from spmd_engine.cli.options import LongCommand, Quantity, options_of, permitted, trust_option, values_given
+from spmd_engine.cli.values import Choice, WholeNumber
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.reshape import PROTOCOLS, ShapeRequest
 from spmd_engine.errors import UsageError
@@ -42,7 +43,7 @@ EVERY = 0.1  #: seconds between two looks for the answer
 )
 @click.option(
     "--protocol",
-    type=click.Choice(PROTOCOLS),
+    type=Choice(PROTOCOLS),
     default=PROTOCOLS[0],
     help="How arrays move: between two steps, in memory or by a checkpoint; or live, while steps go on. "
     "[default: stop-and-copy]",
@@ -53,7 +54,7 @@ EVERY = 0.1  #: seconds between two looks for the answer
     help="The part of each expert of a layer, along the axes that split experts, as in block0/moe=0:1:1:0. "
     "[default: as now if the axes stay, else even parts]",
 )
-@click.option("--at", metavar="STEP", type=int, default=0, help="Change after this step. [default: the next]")
+@click.option("--at", metavar="STEP", type=WholeNumber(), default=0, help="Change after this step. [default: the next]")
 @click.option(
     "--wait",
     type=Quantity(SECONDS),

@@ -14,6 +14,7 @@ from spmd_engine.observability.monitor import Watched
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run_folder import run_folder
 
+WIDTH = 240  #: columns where there is no terminal, so that nothing is cut
 EVERY = 1.0  #: seconds between two looks at the folder
 
 
@@ -35,7 +36,7 @@ def monitor(run: str, once: bool) -> None:
         return
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names that the terminal cannot show
-    folder, console = run_folder(run), Console(highlight=False)
+    folder, console = run_folder(run), Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     watched = Watched(folder)
     watched.look()
     if not once and watched.goes_on and console.is_terminal and not console.is_dumb_terminal:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from spmd_engine.cli.options import LongCommand, options_of, permitted, rare_option, trust_option, values_given
+from spmd_engine.cli.values import WholeNumber
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs.resolve import AUTO, job_to_train
 from spmd_engine.jobs.run_job import train as train_job
@@ -30,7 +31,7 @@ unless --decay-steps is given, too. What cannot change: {", ".join(FIXED)}."""
 @click.option("--resume", is_flag=True, help=_RESUME)
 @click.option("--config", metavar="FILE", help="A job in JSON, such as the config.json of a run; options override it.")
 @click.option("--plan", metavar="FILE", help="Spread the model as in a file of 'plan --output'; or: --mesh auto.")
-@rare_option("--stop-at", type=int, metavar="STEP", help="Save and stop after this step. [default: the last]")
+@rare_option("--stop-at", type=WholeNumber(), metavar="STEP", help="Save and stop after this step. [default: the last]")
 @rare_option("--requeue", is_flag=True, help=f"After a save on a signal, exit with code {REQUEUE}, to be requeued.")
 @rare_option(
     "--logger",
@@ -45,7 +46,7 @@ unless --decay-steps is given, too. What cannot change: {", ".join(FIXED)}."""
     help="Change the shape of the run by the measured speeds of its ranks. Each --adapt-... does, too.",
 )
 @click.option("--report", is_flag=True, help="At the end, write report.html, as the command 'report' does.")
-@rare_option("--trace", metavar="STEPS", type=int, help="Record this many steps in trace.json.")
+@rare_option("--trace", metavar="STEPS", type=WholeNumber(), help="Record this many steps in trace.json.")
 @rare_option(
     "--enforce/--no-enforce",
     default=True,

@@ -14,13 +14,15 @@ import numpy as np
 from spmd_engine.arrays.precision import HALVES, emulated
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.options import LongCommand, chosen_settings, open_mesh, print_notices, takes_job
+from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.build import build_engine
 from spmd_engine.engine.distributed import check_mesh
-from spmd_engine.engine.helper_job import Helpers, order_to_help, serve_as_helper
+from spmd_engine.engine.helpers import follow_orders
 from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import MappedArray, npz_names, read_npz
@@ -42,7 +44,6 @@ from spmd_engine.verification.activations import compare_activations
 from spmd_engine.verification.reference import batches_for_model, batches_of_shape
 from spmd_engine.verification.report import HEADING
 
-POSITIVE = click.IntRange(min=1)
 MOST_PARTS = 4096  #: micro-batches
 LENGTH = 32  #: positions of a sample, by default
 #: Options of the job that do not go with a page of strategies/ or an engine of the user.
@@ -53,15 +54,19 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
 @click.command(cls=LongCommand, short_help="Compare a sharded engine with one device.")
 @click.argument("engine", metavar="[MODULE:NAME|FILE.py:NAME]", required=False)
-@click.option("--steps", type=POSITIVE, default=3, show_default=True, help="Optimizer steps.")
+@click.option("--steps", type=WholeRange(min=1), default=3, show_default=True, help="Optimizer steps.")
 @click.option(
     "--tolerance",
     type=click.FloatRange(0, min_open=True),
     help="Largest difference, relative to a tensor's largest element. [default: 1e-9]",
 )
 @click.option("--input-shape", metavar="N,N,...", help="For an engine of your own: shape of whole inputs, batch first.")
-@click.option("--tokens", type=POSITIVE, help="For an engine of your own: inputs are whole numbers below this.")
-@click.option("--classes", type=POSITIVE, help="For an engine of your own: targets are whole numbers below this.")
+@click.option(
+    "--tokens", type=WholeRange(min=1), help="For an engine of your own: inputs are whole numbers below this."
+)
+@click.option(
+    "--classes", type=WholeRange(min=1), help="For an engine of your own: targets are whole numbers below this."
+)
 @click.option(
     "--finite-differences/--no-finite-differences",
     default=None,
@@ -127,15 +132,19 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
     if job.data.micro_batches > MOST_PARTS:
         raise UsageError(f"--micro-batches {job.data.micro_batches}: verify takes at most {MOST_PARTS}")
     emulation = emulated() if job.model.dtype in HALVES else nullcontext()
-    with _open_mesh(job) as mesh, Helpers(mesh) as helpers, emulation:
-        if mesh.is_helper:
-            sys.exit(serve_as_helper(mesh, job.model))
+    with _open_mesh(job) as mesh, mesh.others as others, emulation:
+        if others.have_this:
+            if order := others.take():
+                described = TrainConfig.from_json(order, "the order of rank 0")
+                model = described.model.permitted_by(job.model)
+                follow_orders(build_engine(model, mesh, described.composition, device=job.device))
+            return
         if options["imported"]:
             paths = options["imported"], options["reference"]
             if not verify_import(*paths, mesh, _composition(job, mesh), job.device, options["tolerance"]):
                 sys.exit(1)
             return
-        case = _Case(job, mesh, helpers, options)
+        case = _Case(job, mesh, options)
         if job.strategy:
             report = _verify_page(job.strategy, case)
         elif engine:
@@ -144,8 +153,8 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
             report = _verify_model(case)
         if mesh.rank == 0:
             click.echo(report.verdict)
-    if not report.agrees:
-        sys.exit(1)
+        if not report.agrees:
+            sys.exit(1)
 
 
 class _Case(NamedTuple):
@@ -153,7 +162,6 @@ class _Case(NamedTuple):
 
     job: TrainConfig
     mesh: Mesh
-    helpers: Helpers
     options: dict[str, Any]
 
 
@@ -171,7 +179,7 @@ def _open_mesh(job: TrainConfig) -> Mesh:
     """Open the job's mesh; for a page of strategies, by default a mesh with the axes of that page."""
     if job.strategy and not job.composition.mesh:
         return open_mesh(job, default_axes(strategy_named(job.strategy), world().size))
-    return open_mesh(job, helped=True)
+    return open_mesh(job, beside=True)
 
 
 def _verify_model(case: _Case) -> Report:
@@ -186,7 +194,8 @@ def _verify_model(case: _Case) -> Report:
     given = with_shape(job.model, mesh.group())
     model = given if half else given.changed(dtype="float64")
     engine = engine_of_model(model, mesh, composition, device=job.device)
-    case.helpers.start(order_to_help(model, mesh, composition, job.device), engine.first_owners)
+    if mesh.rank == 0:
+        mesh.others.send(job.changed(model=model, composition=composition).as_json(), mesh.others.ranks)
     plain, axes = ParallelConfig(), {"data": 1}
     if "context" in mesh.axes:  # one device needs no other context method
         plain, axes = ParallelConfig(context_method="gather"), axes | {"context": 1}

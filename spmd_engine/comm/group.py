@@ -70,7 +70,10 @@ class Group:
 
     def _run(self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = "") -> Any:
         """Make the next call and return its result. ``arguments``: of ``PREPARE[operation]``, without the label."""
-        key = _key(operation, x, arguments, label)
+        try:
+            key = _key(operation, x, arguments, label)
+        except UsageError as error:
+            return self._refuse(operation, label, error).wait()
         call = self._prepared.get(key)
         table = self._table
         if call is not None and call.fast and table is not None and call.suits(x, out, table):
@@ -306,11 +309,13 @@ class Group:
         """Start ``send``."""
         self._check_peer("send", to)
         tag = self._tag("to", to, channel)
-        key = "send", type(x), x.dtype, x.shape, label
+        key = "send", type(x), getattr(x, "dtype", None), getattr(x, "shape", None), label
         call = self._prepared.get(key)
         if call is None:
             where = "send", self.axes, label
             try:
+                if key[2] is None:
+                    raise _no_array("send", x)
                 signature = self._routing.signature("send", x, inline=0)
             except UsageError as error:
                 text = bytes_of(str(error))
@@ -337,6 +342,8 @@ class Group:
 
     def _check_peer(self, operation: str, rank: int) -> None:
         """Raise UsageError unless ``rank`` is another rank of the group."""
+        if rank == self.rank and self.size > 1:
+            raise UsageError(f"{operation} over {self.axes!r}: rank {rank} is this rank itself; give another one")
         if not 0 <= rank < self.size:
             raise UsageError(f"{operation} over {self.axes!r}: rank {rank} is not one of {self.size} ranks")
         if self.size == 1:
@@ -452,10 +459,17 @@ def _await_release(table: SlotTable, number: int, result: Any) -> Steps:
 
 
 def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple:
-    """The key of a prepared call: first the operation, last the label."""
+    """The key of a prepared call: first the operation, last the label. Raises UsageError unless ``x`` is an array."""
     if x is None:
         return operation, arguments, label
-    return operation, type(x), x.dtype, x.shape, arguments, label
+    try:
+        return operation, type(x), x.dtype, x.shape, arguments, label
+    except AttributeError:
+        raise _no_array(operation, x) from None
+
+
+def _no_array(operation: str, x: Any) -> UsageError:
+    return UsageError(f"{operation} takes an array, not a {type(x).__name__}: make it one, by numpy.asarray")
 
 
 def _ints(sizes: Sizes) -> tuple[int, ...] | None:

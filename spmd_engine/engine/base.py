@@ -130,8 +130,11 @@ class ShardedEngine(Collectives, EngineDefinition):
         if name in self.shardings:
             return contract.read_sharding(self, f"shardings[{name!r}]", self.shardings[name])
         if name not in self.parameters:
-            raise UnknownParameter(name, self.names)
+            raise self._unknown(name)
         return Spec.parse(" ".join("ijklmnop"[: np.ndim(self.parameters[name])]))
+
+    def _unknown(self, name: str) -> UnknownParameter:
+        return UnknownParameter(name, self.names, lack="" if self.names else contract.lack_of_parameters(self))
 
     def owned_sharding(self, name: str) -> Spec:
         """The sharding of a parameter's gradients and optimizer state: by default, that of the parameter."""
@@ -151,7 +154,7 @@ class ShardedEngine(Collectives, EngineDefinition):
         Raises UsageError if the model has no such parameter.
         """
         if name not in self.names:
-            raise UnknownParameter(name, self.names)
+            raise self._unknown(name)
         index = self.index(name)
         return None if index is None else Shard(index, self.parameters[name])
 
@@ -162,6 +165,9 @@ class ShardedEngine(Collectives, EngineDefinition):
         ``dtype``, if it has one; integers, bools and complex numbers are not. An array with an attribute
         ``slices_are_copies``, such as those of a ``Checkpoint``, is not copied twice.
         """
+        if not hasattr(array, "shape"):
+            described = contract.described(array)
+            raise UsageError(f"block({name!r}, ...): {described} is no array; make it one, by numpy.asarray")
         part = array[self._index_in(name, array, owned)]
         block = _copy_to_backend(part, self.backend, fresh=getattr(array, "slices_are_copies", False))
         return block if owned else self.converted(block)
@@ -182,7 +188,7 @@ class ShardedEngine(Collectives, EngineDefinition):
     def global_shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a parameter. Collective over the axes that shard it."""
         if name not in self.parameters:
-            raise UnknownParameter(name, self.names)
+            raise self._unknown(name)
         if name in self._known_shapes:
             return self._known_shapes[name]
         shape = list(self.parameters[name].shape)

@@ -6,13 +6,15 @@ and shapes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, MutableMapping
+from inspect import getsource
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.arrays.precision import widened
+from spmd_engine.arrays.precision import is_float, widened
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.batch import Batch, MicroBatch
@@ -54,9 +56,30 @@ def check_declared(engine: ShardedEngine, training: bool) -> None:
     names_of_ranks = gather_json(engine.group(), list(engine.parameters), "check")
     parameters = dict.fromkeys(parameter for names in names_of_ranks for parameter in names)
     if training and not parameters:
-        raise UsageError(f"{name} has no parameters: call load_checkpoint, which sets self.parameters, before training")
+        raise UsageError(f"{name} has no parameters: {lack_of_parameters(engine)}")
     if parameters and (unknown := [parameter for parameter in engine.shardings if parameter not in parameters]):
         raise UsageError(f"{name}.shardings names {unknown[0]!r}, but the parameters are {', '.join(parameters)}")
+
+
+def lack_of_parameters(engine: ShardedEngine) -> str:
+    """What to do for an engine without ``parameters``: if it has arrays, the line that names them as its code does."""
+    arrays = [
+        name
+        for name, x in vars(engine).items()
+        if is_array(x) and is_float(x.dtype) and not hasattr(type(engine), name)
+    ]
+    if not arrays:
+        return "call load_checkpoint, which sets self.parameters, before training"
+    try:
+        names = dict(_LOADED.findall(getsource(type(engine).load_checkpoint)))
+    except (OSError, TypeError):  # of a class without a file
+        names = {}
+    pairs = ", ".join(f'"{names.get(name, name)}": self.{name}' for name in arrays)
+    return f"where it makes its arrays, add the line self.parameters = {{{pairs}}}"
+
+
+#: ``self.w0[...] = params["layer_0/weights"][...]``: an attribute, and the name of what it is loaded from.
+_LOADED = re.compile(r"""self\.(\w+)\b[^=\n]*=[^\n]*?\[\s*["']([^"'\n]+)["']\s*\]""")
 
 
 def check_parameters(engine: ShardedEngine) -> None:

@@ -17,7 +17,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine, making_on
 from spmd_engine.engine.batch import Batch, Scores
 from spmd_engine.engine.build import build_engine
-from spmd_engine.engine.contract import backward_of, check_batch, check_parameters
+from spmd_engine.engine.contract import backward_of, check_batch, check_parameters, lack_of_parameters
 from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.model_config import ModelConfig
@@ -30,12 +30,10 @@ from spmd_engine.layers.contract import described
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.losses import cross_entropy, mean_squared_error
-from spmd_engine.models.mlp import class_loss
 from spmd_engine.models.model import Model
 from spmd_engine.models.user_code import call, name_of
 from spmd_engine.sharding.groups import Member, Sum, make_groups
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.shards import Shards
 
 Layers = Sequence[Layer | tuple[str, Layer]]
 
@@ -114,30 +112,8 @@ def _make_model(layers: Layers, inputs: str, outputs: str, targets: str | None, 
         problem = f"{wrong[0][-1]!r} is none" if named else "the list is empty"
         raise UsageError(f"as_distributed: give layers, or pairs of a name and a layer; {problem}")
     positions = [layer.sizes["p"] for _, layer in named if "p" in layer.sizes]  # tables that limit the sequence
-    if loss is cross_entropy:
-        *others, classes = outputs.split()
-        sizes = [layer.sizes[classes] for _, layer in named if classes in layer.sizes]
-        if not sizes:
-            raise UsageError(f"as_distributed: outputs {outputs!r} end with the classes, but no layer has {classes!r}")
-        targets, model_loss = targets or " ".join(others), class_loss(classes, sizes[-1])
-    else:
-        targets, model_loss = targets or outputs, _make_unsharded_loss(loss, outputs)
-    return Model("model", named, inputs, outputs, targets, model_loss, min(positions, default=0))
-
-
-def _make_unsharded_loss(loss: Loss, outputs: str) -> Callable[..., tuple[float, Array]]:
-    """``loss`` for outputs that are not sharded; ``mean_squared_error`` also takes sharded ones."""
-
-    def of_blocks(sh: Shards, y: Array, targets: Array, **options: Any) -> tuple[float, Array]:
-        axes = sh.axes(letter for letter in outputs.split() if letter not in "bs")
-        if axes and loss is not mean_squared_error:
-            raise UsageError(
-                f"as_distributed: the outputs {outputs!r} are sharded over {', '.join(axes)}, which this loss "
-                "does not support; use cross_entropy, or a Model whose loss supports it"
-            )
-        return loss(y, targets, **options)
-
-    return of_blocks
+    targets = targets or (outputs.rpartition(" ")[0] if loss is cross_entropy else outputs)
+    return Model("model", named, inputs, outputs, targets, loss, min(positions, default=0))
 
 
 class DistributedEngine(StoredEngine):
@@ -223,7 +199,7 @@ class DistributedEngine(StoredEngine):
 def _check(engine: ShardedEngine, zero: int) -> None:
     label = f"as_distributed: {type(engine).__name__}"
     if not engine.parameters:
-        raise UsageError(f"{label} has no parameters yet; load a checkpoint into it first")
+        raise UsageError(f"{label} has no parameters yet: {lack_of_parameters(engine)}")
     check_parameters(engine)
     if "/" in engine.input_sharding or any(engine.sharding(name).axes for name in engine.parameters):
         raise UsageError(f"{label} is already sharded over mesh axes; run it as it is")

@@ -14,6 +14,7 @@ from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.contract import lack_of_parameters
 from spmd_engine.errors import MismatchError, UsageError, one_of
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
@@ -70,7 +71,8 @@ def assemble(
     differ.
     """
     if name not in engine.names and name not in engine.buffer_names:
-        raise UsageError(f"no parameter {name!r}; {one_of(name, (*engine.names, *engine.buffer_names))}")
+        names = (*engine.names, *engine.buffer_names)
+        raise UsageError(f"no parameter {name!r}; {one_of(name, names) if names else lack_of_parameters(engine)}")
     part = None if part is None else engine.backend.asarray(part)  # that may be offloaded
     placements: dict[bool, KnownPlacement] = vars(engine).setdefault("_known_placements", {})
     fits = owned in placements and placements[owned].fits(engine.mesh, name, part)

@@ -1,22 +1,19 @@
-"""Arrays and images in files of other programs: IDX, .npz, and folders of images."""
+"""Arrays in files of other programs: IDX and .npz."""
 
 from __future__ import annotations
 
 import gzip
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib import import_module
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import distinct, reading
+from spmd_engine.foreign import distinct, reading, refuse_pointer
 from spmd_engine.formats.tensor import MappedArray
 
 # --- IDX, the format of MNIST: four bytes with the dtype and the number of dims, then the sizes, then the numbers
@@ -36,6 +33,7 @@ def read_idx(path: str | Path) -> MappedArray | np.ndarray:
     if is_compressed := content[:2] == _GZIP:
         content = _unpacked(path, _LONGEST_HEADER)
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _DTYPES:
+        refuse_pointer(path)
         raise UsageError(f"{path} is no IDX file: it begins with {content[:4].hex(' ') or 'nothing'}. Fetch it again")
     dtype, offset = _DTYPES[content[2]], 4 + 4 * content[3]
     if len(content) < offset:
@@ -112,89 +110,3 @@ def _opened(path: str | Path, name: str = "") -> Iterator[zipfile.ZipFile]:
     hint = ". Write or fetch it again"
     with reading(f"{subject} is damaged or cannot be read", hint), zipfile.ZipFile(path) as archive:
         yield archive
-
-
-# --- A folder of images, with a subfolder for each class; it needs Pillow
-
-#: Formats that are read. Pillow chooses by content, whatever the name says: others of its decoders start programs.
-PICTURES = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
-_GREY = {"1", "L", "I;16", "LA"}  # Pillow's modes of one channel; images of other modes get three
-
-
-@dataclass(frozen=True)
-class ImageFiles:
-    """Images[n h w c] of bytes, one file for each. An index by numbers or a slice reads the files each time.
-
-    It consists of plain values, like a MappedArray. Raises UsageError, naming the file, for an image that is damaged or
-    has changed its size.
-    """
-
-    paths: Sequence[str]
-    shape: tuple[int, ...]  #: n h w c
-    dtype = np.dtype(np.uint8)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, numbers: slice | np.ndarray) -> np.ndarray:
-        chosen = np.arange(len(self))[numbers] if isinstance(numbers, slice) else numbers
-        rows = np.empty((len(chosen), *self.shape[1:]), self.dtype)
-        for row, number in zip(rows, chosen, strict=True):
-            row[...] = self._read(self.paths[int(number)])
-        return rows
-
-    def open(self) -> ImageFiles:
-        """An object that is indexed by rows, as ``MappedArray.open`` returns it."""
-        return self
-
-    def _read(self, path: str) -> np.ndarray:
-        hint = ". Replace or remove it"
-        with reading(f"{path} is damaged or cannot be read", hint), _open_picture(path) as image:
-            _check_size(path, (image.height, image.width), self.shape[1:3])
-            pixels = np.asarray(image.convert("L" if self.shape[3] == 1 else "RGB"))
-        return pixels.reshape(self.shape[1:])
-
-
-def image_files(folder: str | Path) -> tuple[ImageFiles, np.ndarray, list[str]]:
-    """The images of a folder, their classes (int64[n]), and the names of the classes, which are its subfolders.
-
-    Reads only the beginnings of files, for sizes and channels. Raises UsageError for a folder without such
-    subfolders, for files that are no images, and for images of several sizes.
-    """
-    names = sorted(path.name for path in Path(folder).iterdir() if path.is_dir() and not path.name.startswith("."))
-    paths, labels, modes, size = [], [], set(), None
-    for label, name in enumerate(names):
-        for path in sorted(Path(folder, name).iterdir()):
-            if path.name.startswith(".") or not path.is_file():
-                continue
-            hint = f". Replace or remove it; formats: {', '.join(PICTURES)}"
-            with reading(f"{path} is no image in a format that is read", hint), _open_picture(path) as image:
-                modes.add(image.mode)
-                image_size = image.height, image.width
-            size = size or image_size
-            _check_size(str(path), image_size, size)
-            paths.append(str(path.resolve()))
-            labels.append(label)
-    if size is None:
-        raise UsageError(f"{folder}: no images in subfolders, one a class, as in {Path(folder, 'cats', '1.png')}")
-    if empty := sorted(set(range(len(names))) - set(labels)):
-        raise UsageError(f"{Path(folder, names[empty[0]])}: a class without images. Add some, or remove the folder")
-    channels = 1 if modes <= _GREY else 3
-    return ImageFiles(tuple(paths), (len(paths), *size, channels)), np.array(labels, np.int64), names
-
-
-def _check_size(path: str, size: Sequence[int], expected: Sequence[int]) -> None:
-    if tuple(size) != tuple(expected):
-        raise UsageError(
-            f"{path}: {size[1]} x {size[0]} pixels, but those before have {expected[1]} x {expected[0]}. All must be "
-            "of one size: scale or crop them first"
-        )
-
-
-def _open_picture(path: str | Path) -> Any:
-    """An image of Pillow, which reads its pixels later. Raises UsageError without Pillow, and Pillow's errors."""
-    try:
-        pillow = import_module("PIL.Image")
-    except ImportError as error:
-        raise UsageError("a folder of images needs Pillow: pip install 'spmd_engine[images]'") from error
-    return pillow.open(path, formats=PICTURES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.errors import CheckpointError
-from spmd_engine.foreign import DEPTH, distinct, reading
+from spmd_engine.foreign import DEPTH, distinct, reading, refuse_pointer
+from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.formats.tensor import FileTensor, Index, PlainTensor
 
 #: The values of the 4 bits of an IQ4 number.
@@ -257,6 +258,7 @@ def _read_file(path: Path) -> GGUF:
 
 def _read(path: Path, cursor: _Cursor) -> GGUF:
     if cursor.take(4) != _MAGIC:
+        refuse_pointer(path, CheckpointError)
         raise CheckpointError(f"{path} is no GGUF file; fetch it again")
     if (version := cursor.number("I")) not in (2, 3):
         raise CheckpointError(f"{path} is of version {version} of the format; 2 and 3 are read")
@@ -312,6 +314,56 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
     if (end := tensor.offset + tensor.nbytes) > size:
         raise CheckpointError(f"{path} is truncated: {name} should extend to byte {end} of {size}. Fetch it again")
     return tensor
+
+
+# --- Writing
+
+
+ALIGNMENT = 32
+
+
+def gguf_header(facts: Mapping[str, Any], tensors: Sequence[tuple[str, str, Sequence[int]]]) -> tuple[bytes, list[int]]:
+    """The header of a file with these facts, and with tensors of these names, dtypes (F32, ...) and shapes, in order.
+
+    Also returns the first byte of each tensor in the file, and the file's size. Numbers have 32 bits.
+    """
+    types = {name: number for number, (name, _) in _PLAIN.items()}
+    parts = [_MAGIC, struct.pack("<IQQ", 3, len(tensors), len(facts))]
+    for name, value in facts.items():
+        kind, content = _packed(value)
+        parts += [_packed_text(name), struct.pack("<I", kind), content]
+    ends = [0]
+    for name, dtype, shape in tensors:
+        parts += [_packed_text(name), struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))]
+        parts.append(struct.pack("<IQ", types[dtype], ends[-1]))
+        end = ends[-1] + prod(shape) * dtype_of(dtype).itemsize
+        ends.append(-(-end // ALIGNMENT) * ALIGNMENT)
+    head = b"".join(parts)
+    head += bytes(-len(head) % ALIGNMENT)
+    return head, [len(head) + end for end in ends]
+
+
+def _packed_text(text: str) -> bytes:
+    content = text.encode(errors="surrogateescape")
+    return struct.pack("<Q", len(content)) + content
+
+
+def _packed(value: Any) -> tuple[int, bytes]:
+    """The type number of a fact, and its bytes: natural numbers are unsigned, except in lists."""
+    if isinstance(value, bool):
+        return _BOOL, struct.pack("<?", value)
+    if isinstance(value, int):
+        return (4, struct.pack("<I", value)) if value >= 0 else (5, struct.pack("<i", value))
+    if isinstance(value, float):
+        return 6, struct.pack("<f", value)
+    if isinstance(value, str):
+        return _TEXT, _packed_text(value)
+    if value and all(type(item) is int for item in value):
+        kind, items = 5, [np.array(value, "<i4").tobytes()]
+    else:
+        kinds = [_packed(item) for item in value]
+        kind, items = kinds[0][0] if kinds else _TEXT, [content for _, content in kinds]
+    return _LIST, struct.pack("<IQ", kind, len(value)) + b"".join(items)
 
 
 class _Cursor:

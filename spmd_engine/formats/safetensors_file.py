@@ -7,12 +7,14 @@ reads BF16 tensors whole, and cannot map a tensor that is to be sliced.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from spmd_engine.errors import CheckpointError
-from spmd_engine.foreign import distinct, json_at, parse_json, reading
+from spmd_engine.foreign import distinct, json_at, parse_json, reading, refuse_pointer
 from spmd_engine.formats.safetensors_header import DTYPES, dtype_of
 from spmd_engine.formats.tensor import FileTensor, PlainTensor
 
@@ -56,6 +58,7 @@ def read_header(path: str | Path, largest: int = LARGEST_HEADER) -> tuple[dict[s
     path = Path(path)
     with reading(f"{path} cannot be read as a safetensors file: its header", "", CheckpointError):
         size = path.stat().st_size
+        refuse_pointer(path, CheckpointError)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(largest, size - 8):
@@ -94,11 +97,14 @@ CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
+#: Weights of other libraries.
+_OTHERS = {"*.h5": "TensorFlow", "*.msgpack": "Flax", "*.onnx": "ONNX"}
+_SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError if the file holds none."""
-    content = json_at(path, CheckpointError)
+def read_json(path: Path, pairs: Callable[[list], Any] | None = None) -> dict[str, Any]:
+    """The JSON object in a file; ``pairs`` as in ``parse_json``. Raises CheckpointError if the file holds none."""
+    content = json_at(path, CheckpointError, pairs=pairs)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no JSON object")
     return content
@@ -107,24 +113,39 @@ def read_json(path: Path) -> dict[str, Any]:
 def folder_tensors(folder: Path) -> dict[str, FileTensor]:
     """The tensors of a folder by name: those of ``model.safetensors`` or, without it, of all files in the index.
 
-    Raises CheckpointError for a missing file, an index that contradicts its files, and pickled weights.
+    Raises CheckpointError for a missing file, an index that contradicts its files, and weights in other formats.
     """
     if (folder / ONE_FILE).is_file():  # even beside an index, as in transformers
         return dict(read_safetensors(folder / ONE_FILE))
     if (folder / INDEX).is_file():
         return _indexed(folder)
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise CheckpointError(
+    raise CheckpointError(_without_weights(folder))
+
+
+def _without_weights(folder: Path) -> str:
+    """Why nothing is read of a folder with neither file."""
+    if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
+        return (
             f"{folder / pickles[0]} is pickled: reading it would run the code that it holds. Convert it where "
             "you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) of transformers "
             f"writes {ONE_FILE}"
         )
-    raise CheckpointError(f"{folder}: there is neither {ONE_FILE} nor {INDEX}")
+    missing = f"{folder}: there is neither {ONE_FILE} nor {INDEX}"
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if files and (shard := _SHARD.fullmatch(files[0])):
+        return f"{missing}, but {files[0]}, a part of the weights. Fetch {INDEX}, and all {int(shard[1])} parts"
+    if files:
+        return f"{missing}, but {files[0]}. If it has the model's weights under the names of transformers, rename it"
+    if files := sorted(path.name for path in folder.glob("*.gguf")):
+        return f"{missing}, but {files[0]}: name this file itself, {folder / files[0]}"
+    for pattern, library in _OTHERS.items():
+        if files := sorted(path.name for path in folder.glob(pattern)):
+            return f"{missing}, but {files[0]}, weights of {library}, which are not read. Fetch {ONE_FILE}"
+    return missing
 
 
 def _indexed(folder: Path) -> dict[str, FileTensor]:
-    index = read_json(folder / INDEX).get("weight_map")
+    index = read_json(folder / INDEX, distinct).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise CheckpointError(f"{folder / INDEX}: it has no weight_map of tensors to files")
     tensors_by_name: dict[str, FileTensor] = {}

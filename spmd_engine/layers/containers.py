@@ -13,7 +13,7 @@ from spmd_engine.arrays.precision import scaled
 from spmd_engine.arrays.random import bernoulli, key_of
 from spmd_engine.comm.pending import UNDER_WAY, Deferred, then, wait_for
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.contract import check_declarations
+from spmd_engine.layers.contract import check_declarations, check_sizes
 from spmd_engine.layers.layer import Extra, Layer, Parameters
 from spmd_engine.layers.linear import Linear
 from spmd_engine.sharding.shards import Shards
@@ -61,10 +61,19 @@ class Chain(Layer):
         for (before, left), (after, right) in zip(layers, layers[1:], strict=False):
             if left.outputs.dims != right.inputs.dims:
                 raise UsageError(f"{before} makes [{left.outputs.dims}], and {after} takes [{right.inputs.dims}]")
+        check_sizes(layers)
         if any(layer.side_outputs or layer.tied for _, layer in layers):
             raise UsageError("a Chain passes no side outputs and no tied parameters on")
         self.inputs, self.outputs = layers[0][1].inputs, layers[-1][1].outputs
         self.parameters, self.buffers, self.sizes, self.may_cut = joined(layers)
+
+    @property
+    def input_sizes(self):
+        return self.layers[0][1].input_sizes
+
+    @property
+    def output_sizes(self):
+        return self.layers[-1][1].output_sizes
 
     def cost(self, length):
         return sum(layer.cost(length) for _, layer in self.layers)
@@ -169,6 +178,7 @@ class Branch(Chain):
         self.inner, self.scale = inner, scale
         layers = ("norm", norm), ("", inner), ("norm_after", after)
         self.layers = tuple((name, layer) for name, layer in layers if layer is not None)
+        check_sizes(self.layers)
         self.may_cut, self.across, self.attends = inner.may_cut, inner.across, inner.attends
         self.sizes, self.parameters = {}, {}
         for name, layer in self.layers:
@@ -299,6 +309,14 @@ class ResidualBlock(Layer):
             raise UsageError(f"ResidualBlock: the branch returns [{left.dims}], but its shortcut [{right.dims}]")
         self.inputs, self.outputs, self.over = branch.inputs, branch.outputs, over
         self.parameters, self.buffers, self.sizes, self.may_cut = joined(self.paths.items())
+
+    @property
+    def input_sizes(self):
+        return self.paths["branch"].input_sizes
+
+    @property
+    def output_sizes(self):
+        return self.paths["branch"].output_sizes
 
     def cost(self, length):
         return sum(path.cost(length) for path in self.paths.values())

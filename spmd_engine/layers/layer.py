@@ -84,6 +84,16 @@ class Layer(ABC):
         guard(cls, "backward_weight", check_backward_weight)
 
     @property
+    def input_sizes(self) -> Mapping[str, int]:
+        """The sizes of the letters of ``inputs``, where they are known: by default ``sizes``."""
+        return self.sizes
+
+    @property
+    def output_sizes(self) -> Mapping[str, int]:
+        """As ``input_sizes``, of ``outputs``."""
+        return self.sizes
+
+    @property
     def side_by_side(self) -> tuple[Layer, ...]:
         """The parallel layers inside it, in which a layout may shard different letters; by default only itself."""
         return (self,)

@@ -4,8 +4,8 @@ from spmd_engine.models.convnet import ImageShape, convnet, resnet
 from spmd_engine.models.decoder import DECODERS, GPT_SIZES, DecoderConfig, GPTSize, decoder, gpt, token_loss
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.mixture import Mixture
-from spmd_engine.models.mlp import class_accuracy, class_loss, deep_mlp, mlp, two_layers
-from spmd_engine.models.model import Model
+from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
+from spmd_engine.models.model import Model, class_accuracy, class_loss
 from spmd_engine.models.names import build_model
 
 __all__ = [

@@ -31,8 +31,7 @@ from spmd_engine.layers.mlp import ACTIVATIONS, GATES
 from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.mixture import Mixture, block_numbers
-from spmd_engine.models.mlp import class_loss
-from spmd_engine.models.model import Model
+from spmd_engine.models.model import Model, class_loss
 
 BYTES = 257  # every byte, and the end of a file
 

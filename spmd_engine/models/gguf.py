@@ -123,6 +123,8 @@ def _common_value(facts: Config, name: str, default: int | None = None) -> int:
     value = facts[name] if default is None else facts.get(name, default)
     if not isinstance(value, list):
         return value
+    if len(value) != facts["block_count"]:
+        raise UsageError(f"{name} has {len(value)} values, but there are {facts['block_count']} blocks")
     if len(set(value)) != 1:
         raise UsageError(f"{name} is {value}, not the same in all blocks, which is not supported")
     return value[0]
@@ -158,8 +160,8 @@ def _with_windows(facts: Config, shape: DecoderConfig, windows: SlidingWindow, d
 
 
 _ORIGINAL = 8192  # the context of Llama 3.1 before scaling; ``rope_freqs`` follows from it and a factor
-_FREQUENCIES, _SHORT = "rope_freqs.weight", "rope_factors_short.weight"
-IGNORED = (_FREQUENCIES, _SHORT, "rope_factors_long.weight")  #: tensors whose values are in the rotary options
+FREQUENCIES, _SHORT = "rope_freqs.weight", "rope_factors_short.weight"
+IGNORED = (FREQUENCIES, _SHORT, "rope_factors_long.weight")  #: tensors whose values are in the rotary options
 
 
 def shortest(value: Any) -> Any:
@@ -178,12 +180,12 @@ def rotary_of_gguf(
     plain = RotaryOptions(facts.get("rope.freq_base", 10_000.0), part=rotated / head_width)
     kind = facts.get("rope.scaling.type", "linear")
     factor = facts.get("rope.scaling.factor") or facts.get("rope.scale_linear") or 1.0
-    name = next((tensor for tensor in (_SHORT, _FREQUENCIES) if tensor in tensors), None)
+    name = next((tensor for tensor in (_SHORT, FREQUENCIES) if tensor in tensors), None)
     if name is not None:
         if kind not in ("none", "longrope"):
             check_required("rope.scaling.factor", factor, 1.0)
         divisors = tensors[name].read([[rotated // 2]], [slice(None)]).tolist()
-        if name == _FREQUENCIES:
+        if name == FREQUENCIES:
             return _match_llama3(plain, divisors) or _divided(plain, divisors, context)
         magnitude = facts.get("rope.scaling.attn_factor") or 1.0
         return _divided(plain, divisors, facts["rope.scaling.original_context_length"]).changed(magnitude=magnitude)

@@ -31,13 +31,22 @@ _EXPERT_TARGETS = {
     f"{_FUSED}gate_up_proj": (("expert/gate", "expert/up"),), f"{_FUSED}down_proj": (("expert/down",),)
 }  # fmt: skip
 _DOUBLED = r".*\.gate_up_proj"  # in PEFT's patterns
-#: Fields of ``adapter_config.json`` that change what is computed, and their only supported value.
-_REFUSED: Mapping[str, Any] = {
-    "bias": "none", "use_dora": False, "modules_to_save": None, "layers_to_transform": None,
-    "rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False, "exclude_modules": None,
-    "trainable_token_indices": None, "layer_replication": None, "use_qalora": False, "use_bdlora": None,
-    "alora_invocation_tokens": None,
-}  # fmt: skip
+#: Fields of ``adapter_config.json`` that change what is computed, and their supported values. Any field may be empty,
+#: and one that is in none of these tables must be.
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+}
+#: Fields without effect on what is computed, or without effect as long as another field is supported.
+_HARMLESS = frozenset((
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
+    "inference_mode", "layers_pattern", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
+    "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"
+))  # fmt: skip
+#: Fields that are read.
+_READ = frozenset(("peft_type", "r", "lora_alpha", "target_modules", "target_parameters", "use_rslora"))
+#: Beginnings of values of ``init_lora_weights`` with which PEFT changes the base weights, and their names.
+_CHANGED_BASE = {"pissa": "PiSSA", "olora": "OLoRA", "corda": "CorDA", "lora_ga": "LoRA-GA", "loftq": "LoftQ"}
 
 
 @dataclass(frozen=True)
@@ -179,11 +188,13 @@ def options_of_config(config: Mapping[str, Any], where: str) -> LoRAOptions:
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{where}: peft_type {config.get('peft_type')!r} is not supported; LORA is")
     doubled = _has_doubled_rank(config)
-    for name, computed in _REFUSED.items():
-        if doubled and name in ("rank_pattern", "alpha_pattern"):
-            continue
-        if (value := config.get(name)) and value != computed:
-            raise CheckpointError(f"{where}: {name} is {value!r}, which is not supported")
+    for name, value in config.items():
+        empty = value is None or value is False or value in ("", [], {})
+        known = name in _HARMLESS or name in _READ or doubled and name in ("rank_pattern", "alpha_pattern")
+        if not empty and not known and value not in _SUPPORTED.get(name, ()):
+            raise CheckpointError(f"{where}: {name} is {value!r}, which is not supported{_conversion(name, value)}")
+    if not isinstance(root := config.get("use_rslora") or False, bool):
+        raise CheckpointError(f"{where}: use_rslora is {root!r}; it must be true or false")
     targets = config.get("target_modules")
     if targets == "all-linear":
         targets = None
@@ -198,12 +209,27 @@ def options_of_config(config: Mapping[str, Any], where: str) -> LoRAOptions:
         raise CheckpointError(f"{where}: target_parameters beside all-linear are not supported; list the modules")
     targets = None if targets is None else [*targets, *expert_targets]
     try:
-        alpha, root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
+        alpha = float(config["lora_alpha"])
         return LoRAOptions(config["r"], alpha, None if targets is None else ",".join(sorted(targets)), root, doubled)
     except KeyError as error:
         raise CheckpointError(f"{where}: the field {error} is missing") from error
     except (UsageError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from error
+
+
+def _conversion(field: str, value: Any) -> str:
+    """Return what to do about an adapter whose initialization changed the base weights; "" for others."""
+    kind = next((name for start, name in _CHANGED_BASE.items() if str(value).startswith(start)), None)
+    if field != "init_lora_weights" or kind is None:
+        return ""
+    merge = "merge_and_unload() of PEFT on the base weights it was trained with"
+    convert = (
+        "PEFT's save_pretrained(FOLDER, path_initial_model_for_weight_conversion=INITIAL), with the adapter INITIAL "
+        f"that was saved before training; or merge it by {merge}"
+    )
+    if kind == "LoftQ":  # its base weights are quantized, which PEFT cannot undo
+        convert = merge
+    return f": {kind} changed the base weights, and the adapter fits only those. Convert it by {convert}"
 
 
 def _has_doubled_rank(config: Mapping[str, Any]) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import sqrt
 
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Linear, Skip
-from spmd_engine.losses import check_classes, cross_entropy, mean_squared_error, right_classes
-from spmd_engine.models.model import Model
+from spmd_engine.losses import mean_squared_error
+from spmd_engine.models.model import Model, class_accuracy, class_loss
 
 
 def mlp(
@@ -52,7 +52,7 @@ def two_layers(width: int = 64, hidden: int = 256, name: str = "two-layers") -> 
     """
     up = Linear(("d", width), ("f", hidden), activation="relu", bias=False, std=1 / sqrt(width))
     down = Linear(("f", hidden), ("d", width), bias=False)
-    return Model(name, (("layer_0", up), ("layer_1", down)), "b d", "b d", "b d", squared_loss)
+    return Model(name, (("layer_0", up), ("layer_1", down)), "b d", "b d", "b d", mean_squared_error)
 
 
 def deep_mlp(layers: int = 1000, width: int = 64, name: str = "deep-mlp") -> Model:
@@ -68,34 +68,4 @@ def deep_mlp(layers: int = 1000, width: int = 64, name: str = "deep-mlp") -> Mod
     for k in range(pairs):
         up = Linear(("d", width), ("f", width), activation="relu")
         blocks.append((f"block{k}/pair", Skip(up, Linear(("f", width), ("d", width), std=1 / sqrt(width * pairs)))))
-    return Model(name, tuple(blocks), "b d", "b d", "b d", squared_loss)
-
-
-def class_loss(letter: str, classes: int, *, check: bool = True) -> Callable:
-    """Return the cross-entropy of scores[b c] or logits[b s v] with targets[b] or [b s] below ``classes``; the letter
-    of the classes may be sharded. ``check``: whether a target out of range is an error."""
-
-    def loss(sh, outputs, targets, **options):
-        axes = sh.axes(letter)
-        if check and axes:  # cross_entropy checks whole rows of scores itself
-            check_classes(targets, classes, options.get("mask"))
-        over = sh.mesh.group(axes) if axes else None
-        return cross_entropy(outputs, targets, over=over, start=sh.span(letter, classes).start, **options)
-
-    return loss
-
-
-def class_accuracy(letter: str, classes: int) -> Callable:
-    """Return a metric: the number of targets[b] with the largest of scores[b c]; letter c may be sharded."""
-
-    def metric(sh, outputs, targets, **options):
-        axes = sh.axes(letter)
-        over = sh.mesh.group(axes) if axes else None
-        return right_classes(outputs, targets, over=over, start=sh.span(letter, classes).start, **options)
-
-    return metric
-
-
-def squared_loss(sh, outputs, targets, **options):
-    """Return the mean squared error of blocks with the same sharding."""
-    return mean_squared_error(outputs, targets, **options)
+    return Model(name, tuple(blocks), "b d", "b d", "b d", mean_squared_error)

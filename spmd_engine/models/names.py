@@ -11,7 +11,7 @@ from spmd_engine.models.load_config import is_description, is_path, load_config,
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
-from spmd_engine.models.user_code import is_code
+from spmd_engine.models.user_code import is_code, names_in
 
 DENSE = {"mlp": mlp, "deep-mlp": deep_mlp, "two-layers": two_layers}
 #: Models of images, and their default image shapes.
@@ -36,7 +36,8 @@ def shape_named(name: str) -> DecoderConfig:
 
 def has_weights(name: str) -> bool:
     """Whether a model's name is that of weights, and neither a built-in one, nor code, nor a mere description."""
-    return name not in MODELS and not is_code(name) and is_path(name) and not is_description(name)
+    is_other = name in MODELS or is_code(name) or is_description(name) or name.endswith(".py")
+    return not is_other and is_path(name)
 
 
 def family_of(name: str, shape: DecoderConfig | None = None) -> str:
@@ -47,7 +48,11 @@ def family_of(name: str, shape: DecoderConfig | None = None) -> str:
 
 
 def unknown_model(name: str) -> UsageError:
-    """The error for a name that is neither one of ``MODELS`` nor that of weights."""
+    """The error for a name that is neither one of ``MODELS`` nor that of weights, but perhaps of a file of code."""
+    if name.endswith(".py"):
+        return UsageError(
+            f"--model {name}: write what makes the model, as in {name}:NAME; {one_of('', names_in(name))}"
+        )
     return UsageError(
         f"unknown model {name!r}; {one_of(name, MODELS)}, the path of a folder with config.json, or "
         "FILE.py:NAME for a model of your own"

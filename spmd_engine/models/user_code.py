@@ -19,7 +19,7 @@ from shlex import quote
 from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import reason
 from spmd_engine.models.model import Model
 
@@ -89,13 +89,27 @@ def code_named(name: str, option: str = "--model", digest: str | None = None, *,
             arguments = [ast.literal_eval(argument) for argument in call.args]
             keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in call.keywords}
         with _that_must_not_end(f"{option} {name}"):
-            make = getattr(_imported(match["module"]), match["attribute"])
+            module = _imported(match["module"])
+        if (make := getattr(module, match["attribute"], None)) is None:
+            there = one_of(match["attribute"], names_in(module.__file__ or ""))
+            raise AttributeError(f"{match['module']} has no attribute {match['attribute']!r}; {there}")
         if isinstance(make, Model):
             model, make = make, lambda: model
         signature(make).bind_partial(*arguments, **keywords)
         return partial(make, *arguments, **keywords)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise UsageError(f"{option} {shown(name)}: {error}") from error
+
+
+def names_in(path: str) -> list[str]:
+    """The classes, functions and variables that a file of code defines, which is not run; none if it cannot be read."""
+    try:
+        body = ast.parse(Path(path).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    named = [part.name for part in body if isinstance(part, (ast.ClassDef, ast.FunctionDef))]
+    assigned = [target for part in body if isinstance(part, ast.Assign) for target in part.targets]
+    return named + [target.id for target in assigned if isinstance(target, ast.Name)]
 
 
 def not_permitted(name: str, named_in: str, or_else: str = "") -> UsageError:
@@ -198,6 +212,8 @@ def call(make: Callable[..., Any], what: str, **offered: Any) -> Any:
 
     Raises UsageError if it needs other arguments; ``what`` is what it should make.
     """
+    if lacks := getattr(getattr(make, "func", make), "__abstractmethods__", ()):
+        raise UsageError(f"{name_of(make)} lacks {', '.join(sorted(lacks))}: define these methods")
     wanted = signature(make).parameters
     required = {
         name for name, p in wanted.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)

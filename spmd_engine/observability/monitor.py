@@ -21,12 +21,13 @@ from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.foreign import parse_json, read_bytes, reading
 from spmd_engine.models.user_code import is_code
 from spmd_engine.observability.memory import elements_per_rank
-from spmd_engine.observability.progress import bar, clock_time
+from spmd_engine.observability.progress import bar
 from spmd_engine.observability.run_record import RunReader, RunRecord
+from spmd_engine.pictures import WIDEST
 from spmd_engine.runtime.watchdog import FILE as HANG
 from spmd_engine.training.observers import ActivityFile
 from spmd_engine.training.train_config import TrainConfig
-from spmd_engine.units import readable_seconds
+from spmd_engine.units import clock_time, readable_seconds
 
 SILENT = 90.0  #: seconds without a sign of life: a network file system may show a file a minute late
 SLOW = 60.0  #: seconds, and ten times as long as a recent step: then a step is late
@@ -157,7 +158,7 @@ class Watched:
             shown = max(1, min(len(ranks), free - CURVE_LINES - 1))
             height = min(2 * CURVE_LINES, free - shown - (shown < len(ranks)))
         if height >= 3:
-            parts += curves(run, console.width, height, console.encoding)
+            parts += curves(run, min(console.width, WIDEST), height, console.encoding)
         parts += _table(ranks, console.width, shown)
         return Group(*parts)
 

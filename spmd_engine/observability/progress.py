@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from signal import Signals
 from time import monotonic
 from typing import Any
@@ -20,7 +19,7 @@ from spmd_engine.training.observers import Observer
 from spmd_engine.training.run import Run
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
-from spmd_engine.units import readable_bytes
+from spmd_engine.units import clock_time, readable_bytes, readable_loss
 
 
 class Reporter(Observer):
@@ -39,8 +38,7 @@ class Reporter(Observer):
             self.each = "tokens"
         elif not isinstance(workload.corpus, Corpus):
             self.each = "images" if job.model.name in IMAGES else "samples"
-        for notice in notices:
-            self._print(f"spmd_engine: note: {notice}")
+        self._tell(*(f"note: {notice}" for notice in notices))
         self._print(
             f"{job.strategy or job.model.name}: {parameters:,} parameters, {job.model.dtype}, mesh {mesh} "
             f"on {mesh.node_count} node(s); {workload.corpus}"
@@ -58,50 +56,48 @@ class Reporter(Observer):
             self.bar = Bar(path, done, stop)
 
     def evaluated(self, step: int, loss: float) -> None:
-        self._print(f"step {step:>5}  validation loss {loss:.4f}{self.unit}{self._metrics()}")
+        self._print(f"step {step:>5}  validation loss {readable_loss(loss)}{self.unit}{self._metrics()}")
 
     def stepped(self, report: StepReport) -> None:
         if report.skipped:
-            self._print(f"spmd_engine: step {report.step} updated nothing: {report.skipped}")
+            self._tell(f"step {report.step} updated nothing: {report.skipped}")
         self._note_experts(report)
         metrics = "".join(f"  {name} {100 * value:.1f}%" for name, value in (report.metrics or {}).items())
-        text = f"loss {report.loss:.4f}{metrics}  {report.tokens_per_second:,.0f} {self.each}/s"
+        text = f"loss {readable_loss(report.loss)}{metrics}  {report.tokens_per_second:,.0f} {self.each}/s"
         if self.bar:
             self.bar.show(report.step, text)
         elif report.step % max(1, self.stop // 20) == 0:
             self._print(f"step {report.step:>5}  {text}")
 
     def not_saved(self, step: int, why: str) -> None:
-        self._print(f"spmd_engine: {why}; training continues after step {step}")
+        self._tell(f"{why}; training continues after step {step}")
 
     def migrating(self, step: int, plan: Mapping[str, Any]) -> None:
-        self._print(f"spmd_engine: {live_migration_text(step, plan)}")
+        self._tell(live_migration_text(step, plan))
 
     def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
-        for notice in change["notices"]:
-            self._print(f"spmd_engine: note: {notice}")
-        self._print(f"spmd_engine: after step {step} {change['after']} (before: {change['before']})")
+        notices = (f"note: {notice}" for notice in change["notices"])
+        self._tell(*notices, f"after step {step} {change['after']} (before: {change['before']})")
 
     def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
-        self._print(f"spmd_engine: after step {step} a change of shape is refused: {change['why']}")
+        self._tell(f"after step {step} a change of shape is refused: {change['why']}")
 
     def joined(self, step: int, change: Mapping[str, Any]) -> None:
-        for notice in change["notices"]:
-            self._print(f"spmd_engine: note: {notice}")
-        self._print(f"spmd_engine: after step {step} ranks {ranges(change['ranks'])} have joined")
+        notices = (f"note: {notice}" for notice in change["notices"])
+        self._tell(*notices, f"after step {step} ranks {ranges(change['ranks'])} have joined")
 
     def _note_experts(self, report: StepReport) -> None:
         self.experts = ExpertLoad.of(report.side_outputs)
         if self.experts and self.experts.drops_most and not self.warned:
             self.warned = True
-            self._print(
-                f"spmd_engine: warning: step {report.step}: {self.experts.dropped:,} of {self.experts.pairs:,} choices "
+            self._tell(
+                f"warning: step {report.step}: {self.experts.dropped:,} of {self.experts.pairs:,} choices "
                 "of experts were dropped, more than half; raise --capacity-factor, or omit it"
             )
 
     def stopped(self, step: int, signal: int) -> None:
-        self._print(
-            f"spmd_engine: {Signals(signal).name}: saved after step {step} in {self.folder}; continue with: "
+        self._tell(
+            f"{Signals(signal).name}: saved after step {step} in {self.folder}; continue with: "
             f"python -m spmd_engine train --resume --run {self.folder}"
         )
 
@@ -110,7 +106,7 @@ class Reporter(Observer):
             self._print(f"\n--- a sample of what it writes ---\n{sample}\n----------------------------------\n")
         if self.experts:
             self._print(str(self.experts))
-        self._print(f"validation loss {loss:.4f}{self.unit}{self._metrics()}; results in {self.folder}")
+        self._print(f"validation loss {readable_loss(loss)}{self.unit}{self._metrics()}; results in {self.folder}")
 
     def closed(self) -> None:
         if self.bar:
@@ -125,6 +121,10 @@ class Reporter(Observer):
             f", {name} {100 * value:.1f}% ({round(value * count)} of {round(count)} held out)"
             for name, value in evaluation.metrics.items()
         )
+
+    def _tell(self, *texts: str) -> None:
+        for text in texts:
+            self._print(f"spmd_engine: {text}")
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr)
@@ -203,11 +203,6 @@ def bar(part: float, length: int, encoding: str | None) -> str:
     done, rest = "━─" if (encoding or "").lower().startswith("utf") else "#-"
     full = round(min(1.0, part) * length)
     return done * full + rest * (length - full)
-
-
-def clock_time(seconds: float) -> str:
-    """Seconds as hours, minutes and seconds: ``0:01:12``."""
-    return str(timedelta(seconds=round(seconds)))
 
 
 def columns(path: str) -> int:

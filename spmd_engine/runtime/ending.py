@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from spmd_engine.errors import RankAborted, SpmdError, UsageError
+from spmd_engine.errors import CommunicationTimeout, RankAborted, ReplicasDifferError, SpmdError, UsageError
 from spmd_engine.runtime.join import join_mpi
 from spmd_engine.runtime.launchers import CLEAR_BELOW, is_launched, launcher_rank, terminal
 from spmd_engine.runtime.signals import ENDING, exit_code, raise_interrupted
@@ -39,6 +39,8 @@ def _leave(leave: Callable[[], None], settle: Callable[[], None]) -> None:
         with raise_interrupted():
             leave()
     except (SpmdError, KeyboardInterrupt) as error:
+        if isinstance(error, SpmdError):
+            time.sleep(5)  # a rank that was in another call has the same error, and shows where it is
         # atexit would print it and continue to MPI_Finalize, which would hang.
         sys.excepthook(type(error), error, error.__traceback__)
     # All ranks have ended their programs. If MPI_Finalize hangs (a rank is stopped, a link is down), no Python code can
@@ -65,7 +67,7 @@ def end_all_ranks_on_error(comm) -> None:
         if issubclass(kind, KeyboardInterrupt):
             _end_job(comm, f"{rank}: {str(error) or 'interrupted'}; it ends the job\n", exit_code(error), patience=1.0)
         text = "".join(traceback.format_exception(kind, error, trace))
-        if issubclass(kind, SpmdError):  # ranks that differ, or do not answer: perhaps their nodes do
+        if issubclass(kind, (CommunicationTimeout, ReplicasDifferError)):  # perhaps nodes or links are the cause
             text += f"'mpiexec -n {comm.size} python -m spmd_engine doctor' examines ranks, nodes and links\n"
         _end_job(comm, f"{rank} failed and ends the job:\n{text}", 1)
 

@@ -22,13 +22,21 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
-from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.helpers import follow_orders
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.pictures import html_table
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
-from spmd_engine.training.observers import ActivityFile, EventLog, MetricsFile, Observer, Observers, lines_up_to
+from spmd_engine.training.observers import (
+    ActivityFile,
+    DataPicture,
+    EventLog,
+    MetricsFile,
+    Observer,
+    Observers,
+    lines_up_to,
+)
 from spmd_engine.training.trainer import StepReport, Trainer, by_rank
 
 logger = logging.getLogger(__name__)
@@ -91,7 +99,7 @@ class Run:
         self.evaluation: Evaluation | None = None  #: the last one
         self.memory_limits: list[int] = []  #: bytes that each rank of the world may use: its part of its node's
         self.hooks = trainer.hooks = (*trainer.hooks, *hooks)
-        files = MetricsFile(), EventLog(self.folder), ActivityFile()
+        files = MetricsFile(), EventLog(self.folder), ActivityFile(), DataPicture(self.folder)
         self._observers = Observers((*files, *observers) if self.engine.device_id == 0 else ())
 
     @property
@@ -135,18 +143,18 @@ class Run:
                 self.save()
         return self.loss
 
-    def train_from_between(self, steps: int, stop: StopFlag, enter: Callable[[], None]) -> None:
-        """As ``train``, on a rank that joins the run after one of its steps: ``enter`` returns when this rank is on the
-        mesh of the next step. ``stop`` is open."""
+    def train_from_between(self, steps: int, stop: StopFlag, enter: Callable[[], None] = lambda: None) -> None:
+        """As ``train``, on a rank that is not on the mesh at first, such as one that joins the run after one of its
+        steps. ``enter`` is called at the beginning; ``stop`` is open."""
         self.engine.mesh.activity.folder = self.folder
         self._lock = RunLock(self.folder)  # which rank 0 has taken
         self.trainer.stop = stop
         with self._hooked(steps):
             enter()
-            self._wait_outside()
-            self._save_after_step(steps, stop)
-            self._go_on(steps, stop)
-            self.sample()
+            if self._is_on_mesh(stop):
+                self._save_after_step(steps, stop)
+                self._go_on(steps, stop)
+                self.sample()
 
     def _go_on(self, steps: int, stop: StopFlag) -> None:
         """The steps up to ``steps``, with what follows each of them.
@@ -169,17 +177,22 @@ class Run:
                 self._notify_evaluated()
             for place, hook in enumerate(self.hooks):
                 hook.between_steps(report.step, bool(self.trainer.requested >> place & 1))
-            self._wait_outside()
+            if not self._is_on_mesh(stop):
+                return
             self._save_after_step(steps, stop, stopped)
         if stop.taken:
             self.notify("stopped", self.steps_done, stop.taken)
             sys.exit(128 + stop.taken)
 
-    def _wait_outside(self) -> None:
-        """Return when this rank has the next step to do."""
-        while isinstance(self.engine, LayeredEngine) and not self.engine.is_placed:
-            for hook in self.hooks:
-                hook.outside()
+    def _is_on_mesh(self, stop: StopFlag) -> bool:
+        """Return True when this rank has the next step to do; until then it does what rank 0 orders. False: the run has
+        ended meanwhile. Raises UsageError or SystemExit if it has ended so."""
+        while (order := follow_orders(self.engine, lambda: stop.received)) is not None:
+            if not order:
+                stop.take(stop.received)
+                return False
+            self.hooks[order["hook"]].between_steps(self.steps_done, requested=True)
+        return True
 
     def _evaluates(self, steps: int) -> bool:
         return self.steps_done == steps or _due(self.eval_every, self.steps_done)

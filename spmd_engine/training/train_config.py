@@ -87,7 +87,12 @@ class StepConfig(Configuration):
         of_images=0.01,
         help="Learning rate at its peak; a cosine decays it to a tenth of that.",
     )
-    warmup: int = setting(50, least=0, of_images=20, help="Steps until the learning rate peaks.")
+    warmup: int | None = setting(
+        None,
+        least=0,
+        unset="50, at most a tenth of --decay-steps",
+        help="Steps until the learning rate peaks.",
+    )
     decay_steps: int | None = setting(
         None,
         least=1,

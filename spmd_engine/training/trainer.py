@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import isfinite
+from math import inf, isfinite
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
 from typing import Any
@@ -28,6 +30,10 @@ from spmd_engine.layers.contract import described
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.loss_scale import LossScale
+
+GROWN = 100  #: a loss of this many times the first one is logged as a warning
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,11 +110,12 @@ class Trainer:
         max_skipped: int = 0,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        _check_arguments(engine, optimizer, batches, rate)
+        _check_arguments(engine, optimizer, batches, rate, grad_clip)
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.hooks = stop, max_skipped, tuple(hooks)
         self.skipped_in_a_row = 0
+        self._largest_loss = 0.0  # that is not logged as too large; 0: there was no loss yet
         self.loss_scale = LossScale() if getattr(engine, "dtype", None) == np.float16 else None
         self.requested = 0
 
@@ -147,14 +154,13 @@ class Trainer:
             self.stop.to_save = True
         # Only this proves that all ranks skip: each may have taken the norm of its own copy of the summed gradients.
         requests = sum(bool(hook.has_request(step + 1)) << place for place, hook in enumerate(self.hooks))
-        seconds, facts, signal, self.requested = metrics.close(
-            skips, self.stop.received if self.stop else None, requests
-        )
+        seconds, facts, signal, self.requested = metrics.close(skips, self._received() if self.stop else None, requests)
         skipped = self._skip(loss, norm, batch) if skips else None
         if self.loss_scale:
             self.loss_scale.update(overflow=skips)
             facts["loss_scale"] = loss_scale
         self.steps_done += 1
+        self._note_growth(loss)
         if self.stop:
             self.stop.take(signal)
         tokens = int(batch.count or 0)
@@ -166,6 +172,15 @@ class Trainer:
         for hook in self.hooks:
             report = hook.complete(report)
         return report
+
+    def _note_growth(self, loss: float) -> None:
+        """Log once, on rank 0, that the loss has become a large multiple of the first one."""
+        if self._largest_loss and loss > self._largest_loss and isfinite(loss):
+            if self.engine.device_id == 0:
+                text = "step %d: the loss is %.4g, over %d times the first: lower the learning rate, or clip gradients"
+                logger.warning(text, self.steps_done, loss, GROWN)
+            self._largest_loss = inf
+        self._largest_loss = self._largest_loss or (GROWN * abs(loss) if isfinite(loss) else 0.0)
 
     def _skip(self, loss: float, norm: float, batch: Batch) -> str:
         """Why this step updates nothing. Collective. Raises NotFiniteError after too many such steps in a row."""
@@ -203,9 +218,10 @@ class Trainer:
         return ""
 
     def run(self, steps: int) -> Iterator[StepReport]:
-        """Make steps until ``steps`` are done in all, or until a signal."""
-        while self.steps_done < steps and not (self.stop and self.stop.taken):
-            yield self.step()
+        """Make steps until ``steps`` are done in all, or until a signal: each when its report is taken."""
+        if not hasattr(steps, "__float__"):
+            raise UsageError(f"Trainer.run({steps!r}): give the number of steps in all")
+        return _Steps(self, steps)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """The mean loss over whole batches. Collective."""
@@ -243,11 +259,37 @@ class Trainer:
         if watches:
             self._takes_signal()  # one that came in the last batch: no step follows
 
+    def _received(self) -> int:
+        """The number of a signal that this rank has received or, on rank 0, one that is not on the mesh; 0 for none."""
+        assert self.stop
+        if self.stop.to_save:
+            self.stop.receive(self.engine.mesh.others.signal())
+        return self.stop.received
+
     def _takes_signal(self) -> int:
         assert self.stop
-        signal = self.engine.group().all_reduce(np.array(self.stop.received), "max", label="signal")
+        signal = self.engine.group().all_reduce(np.array(self._received()), "max", label="signal")
         self.stop.take(int(signal))
         return self.stop.taken
+
+
+class _Steps(Iterator[StepReport]):
+    """The reports of the steps of a trainer, each made when it is taken; a warning on rank 0 if none ever is."""
+
+    def __init__(self, trainer: Trainer, steps: int) -> None:
+        self._trainer, self._steps, self._idle = trainer, steps, trainer.steps_done < steps
+
+    def __next__(self) -> StepReport:
+        trainer, self._idle = self._trainer, False
+        if trainer.steps_done >= self._steps or (trainer.stop and trainer.stop.taken):
+            raise StopIteration
+        return trainer.step()
+
+    def __del__(self) -> None:
+        if self._idle and self._trainer.engine.device_id == 0:
+            run = f"trainer.run({self._steps})"
+            text = f"{run} has made no step; each is made as its report is taken: for report in {run}: ..."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _all_finite(x: Any) -> bool:
@@ -257,14 +299,15 @@ def _all_finite(x: Any) -> bool:
     return bool(backend_of(x).xp.isfinite(x).all())
 
 
-def _check_arguments(engine: Any, optimizer: Any, batches: Any, rate: Any) -> None:
+def _check_arguments(engine: Any, optimizer: Any, batches: Any, rate: Any, grad_clip: Any) -> None:
     expectations = {
         "engine": (isinstance(engine, ShardedEngine), "a ShardedEngine, not its class"),
         "optimizer": (isinstance(optimizer, Optimizer), "an Optimizer, as SGD(), not its class"),
         "batches": (callable(batches), "a function of the step, as lambda step: batch_of(x, y, engine, step=step)"),
         "rate": (callable(rate), "a function of the step, as lambda step: 0.1"),
+        "grad_clip": (hasattr(grad_clip, "__float__"), "a number"),
     }
-    arguments = {"engine": engine, "optimizer": optimizer, "batches": batches, "rate": rate}
+    arguments = {"engine": engine, "optimizer": optimizer, "batches": batches, "rate": rate, "grad_clip": grad_clip}
     for name, (fits, expected) in expectations.items():
         if not fits and arguments[name] is not None:  # None in a trainer for evaluations only
             description = described(arguments[name])
@@ -285,7 +328,7 @@ class StepMetrics:
 
     def __init__(self, mesh: Mesh, brief: bool = False) -> None:
         self._mesh, self._brief, self._began = mesh, brief, perf_counter()
-        self._alone = mesh.size == 1 and not mesh.helpers
+        self._alone = mesh.others.world.size == 1
         self._before = None if self._alone or brief else _state(mesh)
 
     def close(
@@ -381,8 +424,8 @@ def _check_equal(skips: np.ndarray) -> None:
 
 
 def _counted_axes(mesh: Mesh) -> list[str]:
-    """The axes of the mesh, and that of messages with helper ranks."""
-    return [*mesh.axes, *([mesh.outside.axes] if mesh.outside else [])]
+    """The axes of the mesh, and that of messages with other ranks."""
+    return [*mesh.axes, *(["helper"] if mesh.others.world.size > mesh.size else [])]
 
 
 def _state(mesh: Mesh) -> np.ndarray:

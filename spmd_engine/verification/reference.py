@@ -19,6 +19,7 @@ from spmd_engine.comm.notation import Spec
 from spmd_engine.engine import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, batch_of
+from spmd_engine.engine.contract import lack_of_parameters
 from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError, WrongNumberOfRanks
@@ -105,8 +106,8 @@ def _make_checked(make: Callable[..., Any], mesh: Mesh) -> ShardedEngine:
         ) from error
     if not engine.names:
         raise UsageError(
-            f"{name_of(make)} made an engine without parameters: load some in its constructor, or name a function "
-            "that makes the engine and loads them"
+            f"{name_of(make)} made an engine without parameters: {lack_of_parameters(engine)}; or name a function that "
+            "makes the engine and loads them"
         )
     return engine
 

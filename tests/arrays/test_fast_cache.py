@@ -207,3 +207,19 @@ def test_without_room_nothing_is_kept_and_nothing_is_left(folder, lock, monkeypa
 def test_nobody_else_can_write_to_the_cache_s_lock(lock):
     made()
     assert stat.S_IMODE(lock.stat().st_mode) & 0o022 == 0
+
+
+def test_a_compile_that_is_stopped_keeps_what_it_has_made_and_says_once_what_it_does(folder, capsys):
+    def stopped():
+        raise KeyboardInterrupt
+
+    first, second, again = fast_cache.Parts(NAME), fast_cache.Parts(NAME), Made()
+    assert first.keep("relu", 2, Made(b"relu")) == b"relu"
+    with pytest.raises(KeyboardInterrupt):
+        first.keep("gelu", 2, stopped)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"spmd_engine: compiles 2 loops for this processor, once: later starts find them in {folder}"
+    assert second.keep("relu", 2, again) == b"relu" and not again.times
+    assert second.keep("gelu", 2, Made(b"gelu")) == b"gelu"
+    second.remove()
+    assert not list(folder.iterdir())

@@ -111,3 +111,70 @@ def test_a_vocabulary_may_be_larger_than_the_tokenizers(copied):
     expected = np.load(folder / "reference.npz")["logits64"]
     np.testing.assert_allclose(found[..., :23], expected, rtol=0, atol=1e-10)
     assert not found[..., 23:].any()
+
+
+# --- Which file is read
+
+
+def in_two_files(folder):
+    """The weights of a folder in two files with an index; the folder keeps no others."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    files = {name: f"model-{1 + number % 2:05}-of-00002.safetensors" for number, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+def test_weights_beside_those_that_are_read_are_named(copied, caplog):
+    folder = in_two_files(copied("llama"))
+    logits(folder)
+    assert not caplog.messages
+    shutil.copy(FOLDERS / "llama" / WEIGHTS, folder)
+    assert_right(folder)
+    parts = "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors"
+    assert caplog.messages == [f"{folder}: weights are read from {WEIGHTS}, not from {parts}, {INDEX}"]
+
+
+def test_a_tensor_that_an_index_has_twice_is_refused(copied):
+    folder = in_two_files(copied("llama"))
+    text = (folder / INDEX).read_text()
+    name = "model.norm.weight"
+    (folder / INDEX).write_text(text.replace('{"weight_map": {', f'{{"weight_map": {{"{name}": "other.safetensors", '))
+    with pytest.raises(UsageError, match=rf"{INDEX} cannot be read as JSON: '{name}' occurs twice"):
+        logits(folder)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 2\n"
+NEITHER = f"there is neither {WEIGHTS} nor {INDEX}"
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (
+            "model-00002-of-00003.safetensors",
+            f"{NEITHER}, but model-00002-of-00003.safetensors, a part of the weights. ",
+        ),
+        ("consolidated.safetensors", f"{NEITHER}, but consolidated.safetensors. If it has the model's weights"),
+        ("tf_model.h5", f"{NEITHER}, but tf_model.h5, weights of TensorFlow, which are not read"),
+        ("flax_model.msgpack", "weights of Flax, which are not read"),
+        ("model.gguf", "but model.gguf: name this file itself"),
+        ("pytorch_model.bin", "is pickled"),
+    ],
+)
+def test_weights_that_are_not_read_are_named(copied, file, said):
+    folder = copied("llama")
+    (folder / WEIGHTS).rename(folder / file)
+    with pytest.raises(UsageError, match=said) as caught:
+        logits(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, "config.json"])
+def test_a_pointer_of_git_lfs_is_named(copied, file):
+    folder = copied("llama")
+    (folder / file).write_text(POINTER)
+    with pytest.raises(UsageError, match=rf"{file} is a pointer of Git LFS, not the file itself: run 'git lfs pull'"):
+        logits(folder)

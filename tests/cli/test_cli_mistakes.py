@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click import BadParameter
 
 from spmd_engine import Mesh
 from spmd_engine.checkpoints import CheckpointFolder
+from spmd_engine.cli.values import WholeNumber, WholeRange
 from spmd_engine.engine.build import build_engine
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.planning.machine.files import read_machine, toml_of
 from spmd_engine.training import TrainConfig
 from support.command_line import QUIET
@@ -34,8 +36,11 @@ def test_runs_that_cannot_answer_say_why(here, tmp_path):
 
 def test_generate_takes_no_option_without_what_it_goes_with(here):
     here("train", "--run", "text", "--steps", "0", "--batch-size", "2", *QUIET)
-    for option, why in {"--log-probs": "goes with --json", "--system=Be brief": "goes with --chat"}.items():
-        code, output, errors = here("generate", "--run", "text", "--prompt", "def ", "--tokens", "1", option)
+    greedy = "--greedy takes the likeliest token, and --temperature 0.7 samples: omit one"
+    lacks = {"--log-probs": "goes with --json", "--system=Be brief": "goes with --chat"}
+    for option, why in (lacks | {"--greedy --temperature=0.7": greedy}).items():
+        options = [option] if " -" not in option else option.split()
+        code, output, errors = here("generate", "--run", "text", "--prompt", "def ", "--tokens", "1", *options)
         assert code == 2 and why in errors and not output
 
 
@@ -63,7 +68,8 @@ MISTAKES = {
     "no customary layout for axis 'lines'": ["--mesh", "lines=2"],
     "cannot read mesh 'data:2'": ["--mesh", "data:2"],
     "Invalid value for '--steps'": ["--steps", "many"],
-    "No such option": ["--stepz", "3"],
+    "there is no option --stepz; did you mean --steps?": ["--stepz", "3"],
+    "there is no option --lr; did you mean --learning-rate? 'python -m spmd_engine train --help-all'": ["--lr", "1"],
     "no such run": ["--resume", "--run", "nothing"],
     "holds a run already": ["--run", "taken"],
     "needs CuPy": ["--device", "cuda"],
@@ -179,6 +185,12 @@ def test_a_mistake_on_many_ranks_is_one_line_every_time(spmd, ranks, times):
         ("show schedul", "schedule"),
         ("inspect --mesh dta=2", "data"),
         ("inspect --model convnet --mesh row=2", "rows"),
+        ("inspect --mesh tensor=2", "model"),
+        ("inspect --mesh dp=2", "data"),
+        ("inspect --mesh tp=2", "model"),
+        ("inspect --mesh pp=2", "pipe"),
+        ("train --precision bf16", "bfloat16"),
+        ("train --schedule 1F1B", "1f1b"),
         ("inspect --model gpt3-175", "gpt3-175b"),
         ("plan --model LLAMA-nano --ranks 2", "llama-nano"),
         ("plan --ranks 2 --machine a10", "a100"),
@@ -216,3 +228,16 @@ def test_a_misspelled_model_axis_or_parameter_is_answered_with_the_nearest_in_py
     engine = build_engine(TrainConfig.of(model="mlp").model, Mesh())
     with pytest.raises(UsageError, match="no parameter 'layer_0/weight'; did you mean 'layer_0/weights'"):
         engine.gather("layer_0/weight")
+
+
+@pytest.mark.parametrize(("text", "number"), [("1e3", 1000), ("1E2", 100), ("7", 7)])
+def test_a_whole_number_may_have_an_exponent(text, number):
+    assert WholeNumber().convert(text, None, None) == number == WholeRange(min=1).convert(text, None, None)
+    for other in ("1.5e0", "1e400", "e"):
+        with pytest.raises(BadParameter):
+            WholeNumber().convert(other, None, None)
+
+
+def test_of_many_names_only_the_first_are_listed():
+    text = one_of("name30", [f"name{n}" for n in range(60)])
+    assert text.startswith("did you mean 'name30'? There are: name30, ") and text.endswith(" and 36 more")

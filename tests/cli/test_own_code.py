@@ -187,7 +187,7 @@ def test_text_of_code_and_its_checkpoint(here, code):
         assert code_ == 2 and "is code, without weights: give --checkpoint PATH, or --run DIR" in error
         code_, _, error = here(*command, "--run", "runs/text", *saved)
         assert code_ == 2 and "--checkpoint goes with --model FILE.py:NAME" in error
-    assert "F32[12, 12]" in here("checkpoint", "inspect", "runs/text")[1]
+    assert "F32[12, 12]" in here("checkpoint", "inspect", "runs/text", "--arrays")[1]
 
 
 def test_the_search_gives_the_error_of_a_layer_that_is_wrong(here):
@@ -235,7 +235,11 @@ def test_code_of_a_run_that_has_changed_is_told_of_and_runs_when_the_user_permit
 
 MISTAKES = {
     "no file": (["--model", "none.py:classifier"], "none.py cannot be read: No such file"),
-    "no such name": (["--model", "own_code.py:clasifier"], "has no attribute 'clasifier'"),
+    "no such name": (
+        ["--model", "own_code.py:clasifier"],
+        "own_code.py has no attribute 'clasifier'; did you mean 'classifier'?",
+    ),
+    "no name": (["--model", "own_code.py"], "write what makes the model, as in own_code.py:NAME; there are: "),
     "no literal": (["--model", "own_code.py:classifier(x)"], "own_code.py:classifier(x): malformed node or string"),
     "no model": (["--model", "own_code.py:no_model"], "returned a int; it must return a Model"),
     "an argument": (

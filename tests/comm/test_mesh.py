@@ -9,6 +9,7 @@ from spmd_engine import Mesh, run_threads, world
 from spmd_engine.axes import all_positions, checked_axes, parse_axes
 from spmd_engine.comm import Ledger
 from spmd_engine.comm.agreement.rank_zero import share_array, text_from_rank_zero
+from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import MeshError, UsageError
 from support.on_ranks import assert_same
@@ -198,8 +199,16 @@ def test_an_axis_named_twice():
 
 
 def test_a_product_that_is_not_the_number_of_ranks():
-    text = "mesh data=4,model=2 needs 8 ranks, but there are 3. Change the sizes, or start with: mpiexec -n 8 "
+    text = "mesh data=4,model=2 needs 8 ranks, but there are 3. Change the sizes, or call run_threads(..., ranks=8)"
     raises(MeshError, text, lambda: Mesh(data=4, model=2), 3)
+    with pytest.raises(MeshError, match="but there are 1. Change the sizes, or start with: mpiexec -n 8 "):
+        Mesh(solo(), data=4, model=2)
+
+
+@pytest.mark.parametrize("axes", ["data=2", 2, {"data": 2}])
+def test_axes_without_names_are_refused(axes):
+    with pytest.raises(MeshError, match=r"give axes by name, as in Mesh\(data=2, model=2\)"):
+        Mesh(axes)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, "1", None, True])

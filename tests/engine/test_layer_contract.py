@@ -1,5 +1,6 @@
 """What a layer may have beside parameters: buffers, side outputs, choices, and letters of its own, under everything."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,17 +15,20 @@ from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers import (
+    MLP,
     Activation,
     Embedding,
     Extra,
     Head,
     Layer,
     LayerNorm,
+    Linear,
     Parameter,
     Residual,
     SideOutput,
 )
-from spmd_engine.models import Model
+from spmd_engine.losses import cross_entropy, mean_squared_error
+from spmd_engine.models import Model, two_layers
 from spmd_engine.models.decoder import token_loss
 from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer
@@ -517,3 +521,54 @@ def test_a_layer_in_a_layer_is_named_with_both():
 def test_a_list_that_is_none_of_layers_is_refused(layers, message):
     with pytest.raises(UsageError, match=message):
         a_step(None, layers=layers)
+
+
+def test_layers_whose_sizes_do_not_fit_are_refused_and_both_named():
+    layers = ("first", Linear(("d", 8), ("f", 32))), ("second", Linear(("f", 16), ("d", 8)))
+    with pytest.raises(
+        UsageError, match=r"m: first \(Linear\) makes f of size 32, but second \(Linear\) takes f of 16"
+    ):
+        Model("m", layers, "b d", "b d", "b d", mean_squared_error)
+    with pytest.raises(UsageError, match=r"norm \(LayerNorm\) makes d of size 4, but \(MLP\) takes d of 8"):
+        Residual(LayerNorm(4), MLP(8, 16))
+
+
+def test_samples_of_another_width_are_refused():
+    engine = LayeredEngine(two_layers(8, 16), mesh_of_one())
+    with pytest.raises(UsageError, match=r"inputs \[b d\] have shape \(4, 6\), but d is 8 in layer_0 \(Linear\)"):
+        batch_of(np.zeros((4, 6)), np.zeros((4, 8)), engine)
+
+
+@pytest.mark.parametrize("loss", [mean_squared_error, cross_entropy, lambda y, targets, *, count: (0.0, y)])
+def test_a_model_takes_losses_of_whole_samples(loss):
+    targets = "b" if loss is cross_entropy else "b d"
+    model = Model("m", (("only", Linear(("f", 4), ("d", 3))),), "b f", "b d", targets, loss)
+    engine = LayeredEngine(model, mesh_of_one(), dtype=np.float64)
+    x, y = np.ones((2, 4)), np.zeros((2, 3)) if targets == "b d" else np.zeros(2, int)
+    expected, _ = loss(engine.forward(x), y, count=y.size)
+    assert engine.step(batch_of(x, y, engine)) == pytest.approx(expected)
+    assert replace(model, name="other").loss is model.loss
+
+
+def of_one(layer, inputs="b d", loss=mean_squared_error):
+    return Model("m", (("a", layer),), inputs, "b f", "b f", loss)
+
+
+REFUSED = {
+    r"Linear: 5 is no letter with its size; write both, as in \(\"d\", 64\)": lambda: Linear(5, 3),
+    r"Linear: \('d', '5'\) is no letter with its size": lambda: Linear(("d", "5"), ("f", 3)),
+    "MLP.sizes is {'d': 4.5, 'f': 8}: give each letter a whole number": lambda: of_one(MLP(4.5, 8)),
+    "Embedding.sizes is {'v': -3, 'd': 4}": lambda: of_one(Embedding(-3, 4)),
+    "m: inputs is 'bd'; write letters with blanks between": lambda: of_one(Linear(("d", 5), ("f", 3)), "bd"),
+    "m: inputs is \\['b', 'd'\\]; write letters": lambda: of_one(Linear(("d", 5), ("f", 3)), ["b", "d"]),
+    "m: loss is None; give a function": lambda: of_one(Linear(("d", 5), ("f", 3)), loss=None),
+    r"inputs \[b d\] must be an array of these dims, not a list of 1": lambda: LayeredEngine(
+        two_layers(8, 16), mesh_of_one()
+    ).forward([[1.0] * 8]),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_model_of_wrong_types_is_refused_when_it_is_made(message):
+    with pytest.raises(UsageError, match=message):
+        REFUSED[message]()

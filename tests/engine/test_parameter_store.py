@@ -15,8 +15,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers import Linear
 from spmd_engine.layers.declarations import Activation, Parameter
 from spmd_engine.layers.layer import Layer
+from spmd_engine.losses import mean_squared_error
 from spmd_engine.models import Model
-from spmd_engine.models.mlp import squared_loss
 from spmd_engine.sharding.groups import ParameterGroup
 from support import tiny
 from support.pairwise import in_turn
@@ -161,7 +161,7 @@ class Scale(Layer):
 def test_a_number_has_one_owner(zero, tmp_path):
     """It has no rows to be cut."""
     layers = ("up", Linear(("d", 5), ("f", 7))), ("down", Linear(("f", 7), ("d", 5))), ("scale", Scale())
-    model = Model("scaled", layers, "b d", "b d", "b d", squared_loss)
+    model = Model("scaled", layers, "b d", "b d", "b d", mean_squared_error)
     x = np.random.default_rng(0).standard_normal((8, 5))
 
     def program():

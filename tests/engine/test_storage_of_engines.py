@@ -13,8 +13,8 @@ from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.layers import Linear
+from spmd_engine.losses import mean_squared_error
 from spmd_engine.models import Model, deep_mlp
-from spmd_engine.models.mlp import squared_loss
 from spmd_engine.sharding import Layout
 from support import tiny
 from support.stored import FLOAT, every_stage_of_zero, integers, pair_bytes
@@ -150,7 +150,7 @@ def autoencoder(width=6):
     layers = [Linear((i, width), (o, width), bias=False) for i, o in letters]
     layers[2].tied, layers[3].tied = {"weights": "layer_1/weights"}, {"weights": "layer_0/weights"}
     named = tuple((f"layer_{number}", layer) for number, layer in enumerate(layers))
-    return Model("autoencoder", named, "b d", "b d", "b d", squared_loss)
+    return Model("autoencoder", named, "b d", "b d", "b d", mean_squared_error)
 
 
 @pytest.mark.parametrize("axes", [{"pipe": 2}, {"pipe": 2, "data": 2}, {"data": 2, "pipe": 4}], ids=tiny.mesh_id)

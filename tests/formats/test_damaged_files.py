@@ -140,7 +140,7 @@ def read_weights(path):
     found = Pretrained(path if path.suffix == ".gguf" else path.parent)
     for name in found:
         found[name][...]
-    found.check_copies()
+    found.check_files()
 
 
 def read_plain(path):

@@ -1,4 +1,4 @@
-"""IDX, .npz and folders of pictures: what is read is what was written, and what is damaged is one line."""
+"""IDX and .npz: what is read is what was written, and what is damaged is one line."""
 
 import gzip
 import tracemalloc
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from spmd_engine.errors import UsageError
-from spmd_engine.formats import MappedArray, image_files, npz_names, read_idx, read_npz
-from support.labelled_images import CODES, LABELS, PIXELS, idx, write_folder, write_npz
+from spmd_engine.formats import MappedArray, npz_names, read_idx, read_npz
+from support.labelled_images import CODES, PIXELS, idx, write_npz
 
 
 def opened(array):
@@ -128,79 +128,3 @@ def test_what_is_compressed_is_unpacked_no_further_than_its_header_says(tmp_path
         read(path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 22
     tracemalloc.stop()
-
-
-# --- folders
-
-
-@pytest.mark.parametrize("mode, channels", [("L", 1), ("1", 1), ("RGB", 3), ("RGBA", 3), ("P", 3)])
-def test_a_folder_has_a_class_a_subfolder(tmp_path, mode, channels):
-    files, labels, names = image_files(write_folder(tmp_path, mode))
-    order = np.argsort(LABELS, kind="stable")
-    assert names == ["class0", "class1", "class2"] and files.shape == (*PIXELS.shape, channels)
-    np.testing.assert_array_equal(labels, LABELS[order])
-    expected = np.where(PIXELS < 128, 0, 255) if mode == "1" else PIXELS
-    if mode != "1":  # Pillow dithers
-        for rows in (files[:], files[np.arange(len(files))]):
-            np.testing.assert_array_equal(rows, np.repeat(expected[order][..., None], channels, axis=-1))
-    np.testing.assert_array_equal(files[np.array([4, 1])], files[:][[4, 1]])
-
-
-def test_pictures_of_several_sizes_are_refused_by_name(tmp_path):
-    from PIL import Image
-
-    write_folder(tmp_path)
-    Image.new("L", (5, 7)).save(tmp_path / "class2" / "other.png")
-    with pytest.raises(UsageError, match=r"class2/other.png: 5 x 7 pixels, but those before have 5 x 6.*scale or crop"):
-        image_files(tmp_path)
-
-
-def test_what_is_no_picture_is_refused_by_name(tmp_path):
-    write_folder(tmp_path)
-    files, _, _ = image_files(tmp_path)
-    (tmp_path / "class1" / "01.png").write_bytes((tmp_path / "class1" / "01.png").read_bytes()[:60])
-    with pytest.raises(UsageError, match=r"class1/01.png is damaged or cannot be read"):  # once it is wanted
-        files[:]
-    (tmp_path / "class1" / "notes.txt").write_text("to do")
-    with pytest.raises(UsageError, match=r"class1/notes.txt is no image in a format that is read"):
-        image_files(tmp_path)
-
-
-def test_pillow_chooses_no_decoder_beyond_the_formats_that_are_read(tmp_path, monkeypatch):
-    """Pillow looks at the content, not the name: its decoder of EPS starts Ghostscript."""
-    from PIL import EpsImagePlugin, Image
-
-    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 6\n%%EndComments\n(x) print\n"
-    folder, decoded = write_folder(tmp_path), []
-    monkeypatch.setattr(EpsImagePlugin.EpsImageFile, "_open", lambda *_: decoded.append("opened"))
-    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: decoded.append("started"))
-    files, _, _ = image_files(folder)
-    (folder / "class1" / "01.png").write_bytes(eps)
-    hint = "Replace or remove it; formats: PNG, JPEG, GIF, BMP, TIFF, WEBP, PPM"
-    with pytest.raises(UsageError, match=rf"^.*class1/01.png is no image in a format that is read: [^\n]*{hint}$"):
-        image_files(folder)
-    with pytest.raises(UsageError, match=r"^.*class1/01.png is damaged or cannot be read: [^\n]*$"):  # put there later
-        files[:]
-    Image.new("L", (5, 6)).save(folder / "class1" / "01.png", "TGA")
-    with pytest.raises(UsageError, match=r"class1/01.png is no image in a format that is read"):
-        image_files(folder)
-    assert not decoded
-
-
-def test_a_picture_that_grew_is_refused_before_its_pixels_are_read(tmp_path, monkeypatch):
-    from PIL import Image
-
-    files, _, _ = image_files(write_folder(tmp_path))
-    Image.new("L", (500, 600)).save(tmp_path / "class1" / "01.png")
-    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("its pixels are read"))
-    with pytest.raises(UsageError, match=r"class1/01.png: 500 x 600 pixels, but those before have 5 x 6"):
-        files[np.array([list(files.paths).index(str((tmp_path / "class1" / "01.png").resolve()))])]
-
-
-def test_a_folder_needs_classes_with_pictures(tmp_path):
-    with pytest.raises(UsageError, match="no images in subfolders, one a class"):
-        image_files(tmp_path)
-    write_folder(tmp_path)
-    (tmp_path / "class10").mkdir()
-    with pytest.raises(UsageError, match="class10: a class without images"):
-        image_files(tmp_path)

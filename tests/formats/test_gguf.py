@@ -10,7 +10,8 @@ from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.gguf import BY_NAME, BlockedTensor, read_gguf
+from spmd_engine.formats.gguf import BY_NAME, GGUF, BlockedTensor, read_gguf
+from spmd_engine.models.gguf import config_of_gguf
 from support import tiny
 
 FOLDER = Path(__file__).parents[1] / "golden" / "gguf"
@@ -124,3 +125,20 @@ def spoilt(tmp_path, change):
 def test_damaged_files_are_errors(tmp_path, change, said):
     with pytest.raises(CheckpointError, match=said):
         Pretrained(spoilt(tmp_path, change))
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    (tmp_path / "x.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12\n")
+    with pytest.raises(CheckpointError, match="x.gguf is a pointer of Git LFS, not the file itself"):
+        read_gguf(tmp_path / "x.gguf")
+
+
+def test_values_for_each_block_are_as_many_as_the_blocks():
+    file = read_gguf(FOLDER / "llama.gguf")
+    blocks, heads = (file.facts[f"llama.{name}"] for name in ("block_count", "attention.head_count"))
+    listed = {"llama.attention.head_count": [heads] * blocks}
+    expected = config_of_gguf(file, "x")
+    assert config_of_gguf(GGUF(file.facts | listed, file.tensors), "x") == expected
+    listed["llama.attention.head_count"].append(heads)
+    with pytest.raises(CheckpointError, match=rf"head_count has {blocks + 1} values, but there are {blocks} blocks"):
+        config_of_gguf(GGUF(file.facts | listed, file.tensors), "x")

@@ -13,7 +13,8 @@ import pytest
 from spmd_engine import Mesh, TrainConfig, run_threads, train, world
 from spmd_engine.adaptive import Reshaper, ShapeRequest
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
-from spmd_engine.engine.reshape import PROTOCOLS, IdleRanks
+from spmd_engine.comm.other_ranks import OtherRanks
+from spmd_engine.engine.reshape import PROTOCOLS
 from spmd_engine.errors import UsageError
 from spmd_engine.training import loss_scale
 from support import saved
@@ -297,16 +298,16 @@ def test_a_request_waits_until_traced_steps_are_done(tmp_path):
 
 def test_an_idle_rank_holds_nothing_and_is_taken_back(tmp_path):
     held, requests = [], {1: ShapeRequest({"mesh": {"data": 2}}, ranks=[0, 3]), 3: ShapeRequest({"mesh": {"data": 4}})}
-    sleep = IdleRanks.sleep
+    take = OtherRanks.take
 
-    def observed(idle, received):
-        (changes,) = [each for each in gc.get_referrers(idle) if isinstance(each, Reshaper)]
+    def observed(others, received):
+        (changes,) = [each for each in gc.get_referrers(others) if isinstance(each, Reshaper)]
         engine, optimizer = changes.engine, changes.optimizer
-        held.append((idle._world.rank, engine.is_placed, dict(engine.gradients), any(optimizer.state.values())))
-        return sleep(idle, received)
+        held.append((others.world.rank, engine.is_placed, dict(engine.gradients), any(optimizer.state.values())))
+        return take(others, received)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IdleRanks, "sleep", observed)
+        patch.setattr(OtherRanks, "take", observed)
         run_threads(lambda: train(small_job(tmp_path, zero=1), tmp_path / "run", propose=requests.get), 4)
     assert sorted(held) == [(1, False, {}, False), (2, False, {}, False)]
     assert [each["ranks"] for each in events(tmp_path / "run", "reshaped")] == [[0, 3], [0, 1, 2, 3]]
@@ -317,11 +318,10 @@ def test_an_order_for_idle_ranks_may_be_long():
     order = {"experts": {f"block{layer}": list(range(256)) for layer in range(64)}}
 
     def program():
-        idle = IdleRanks(world(), 60.0)
-        idle.set([1])
+        others = OtherRanks(world(), [1], 60.0)
         if world().rank:
-            return idle.sleep(lambda: 0)
-        idle.wake(order)
+            return others.take()
+        others.wake(order)
         return order
 
     assert run_threads(program, 2) == [order, order]

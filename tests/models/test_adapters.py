@@ -278,6 +278,16 @@ def test_what_peft_wrote_and_what_is_written_for_it(family, axes, composition, t
         ({"target_parameters": ["mlp.gate.weight"]}, "target_parameters has 'mlp.gate.weight', which is not"),
         ({"rank_pattern": {"v_proj": 4}}, "rank_pattern is {'v_proj': 4}, which is not supported"),
         ({"use_dora": True}, "use_dora is True, which is not supported"),
+        ({"layers_to_transform": 0}, "layers_to_transform is 0, which is not supported"),
+        ({"layers_to_transform": [0]}, r"layers_to_transform is \[0\], which is not supported"),
+        ({"new_scale": 2.0}, "new_scale is 2.0, which is not supported"),
+        ({"use_rslora": "no"}, "use_rslora is 'no'; it must be true or false"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16', .*: PiSSA changed the base"),
+        ({"init_lora_weights": "olora"}, "OLoRA changed the base weights.* path_initial_model_for_weight_conversion="),
+        ({"init_lora_weights": "corda"}, "CorDA changed the base weights.* path_initial_model_for_weight_conversion="),
+        ({"init_lora_weights": "lora_ga"}, "LoRA-GA changed the base weights"),
+        ({"init_lora_weights": "loftq"}, r"LoftQ changed the base weights.* Convert it by merge_and_unload\(\)"),
+        ({"init_lora_weights": "made up"}, "init_lora_weights is 'made up', which is not supported$"),
         ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head' of a llama has no adapter here"),
         ({"r": 4}, r"lora_A.weight is \[3, \d+\], but the model's configuration says \[4, "),
         ({"target_modules": ["q_proj"]}, "nothing of a llama with these adapters is called"),
@@ -290,3 +300,12 @@ def test_adapters_that_are_not_known_here(values, said, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     with pytest.raises(UsageError, match=said):
         open_pretrained(ModelConfig(str(BASE), adapter=str(tmp_path / "adapter")), Mesh())
+
+
+def test_fields_without_effect_may_have_any_value(tmp_path):
+    shutil.copytree(GOLDEN, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    harmless = {"lora_dropout": 0.1, "layers_pattern": "h", "init_lora_weights": "gaussian", "eva_config": {"rho": 2}}
+    harmless |= {"layers_to_transform": [], "exclude_modules": [], "loftq_config": {"loftq_bits": 4}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | harmless))
+    assert adapter_options(tmp_path / "adapter") == adapter_options(GOLDEN)

@@ -9,8 +9,8 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.layers import LayerNorm, MoE, Residual, RouterOptions
+from spmd_engine.losses import mean_squared_error
 from spmd_engine.models import Model
-from spmd_engine.models.mlp import squared_loss
 from spmd_engine.training import Trainer
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "moe_block.npz"))
@@ -19,7 +19,9 @@ D, F, E = 6, 7, 5
 
 def model():
     moe = MoE(D, F, E, RouterOptions(balance_loss=0.1, z_loss=0.05), shared=1)
-    return Model("block", (("moe", Residual(LayerNorm(D), moe)),), "b s d", "b s d", "b s d", squared_loss, context=0)
+    return Model(
+        "block", (("moe", Residual(LayerNorm(D), moe)),), "b s d", "b s d", "b s d", mean_squared_error, context=0
+    )
 
 
 def part(prefix):

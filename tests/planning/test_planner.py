@@ -147,7 +147,7 @@ def test_a_search_that_ran_out_of_time_does_not_report_that_nothing_fits(least):
     "changes, message",
     [
         ({"axes": ["sideways"]}, "--axes: sideways shards nothing of small; choose from pipe, data, context, model"),
-        ({"sequence": 129}, "--sequence 129: the context of small is 128; give at most that"),
+        ({"sequence": 129}, "--length 129: the context of small is 128; give at most that"),
         ({"seconds": -1.0}, "--seconds -1: it must be at least 0"),
         ({"fixed": {"chunks": 1, "schedule": "interleaved"}}, "--chunks 1: it must be at least 2, with interleaved"),
         ({"dtype": np.int8}, "machine a100 has no speed for int8"),

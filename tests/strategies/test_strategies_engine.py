@@ -12,7 +12,8 @@ from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.layers import Attention, Linear, Skip
-from spmd_engine.models.mlp import squared_loss, two_layers
+from spmd_engine.losses import mean_squared_error
+from spmd_engine.models.mlp import two_layers
 from spmd_engine.models.model import Model
 from spmd_engine.strategies import STRATEGIES, AttentionHeads, Pipeline, default_axes
 from spmd_engine.training import Trainer
@@ -127,7 +128,7 @@ def test_the_layered_engine_trains_as_the_page_does(axes, storage, name):
 def test_attention_is_that_of_the_layers(axes):
     """One forward and backward; the layer's biases are 0 and stay out of it."""
     layers = (("attention", Attention(D, HEADS)),)
-    model = Model("attention", layers, "b s d", "b s d", "b s d", squared_loss, context=S)
+    model = Model("attention", layers, "b s d", "b s d", "b s d", mean_squared_error, context=S)
     x, dy = data(AttentionHeads, 0)
     with one_rank(AttentionHeads) as mesh:
         page = build(AttentionHeads, mesh)
@@ -155,7 +156,7 @@ def test_the_layered_engine_s_pipeline_trains_as_the_page_does(axes):
         return Skip(up, down)
 
     layers = tuple((f"layer_{number}", pair()) for number in range(LAYERS))
-    model = Model("stack", layers, "b d", "b d", "b d", squared_loss)
+    model = Model("stack", layers, "b d", "b d", "b d", mean_squared_error)
     with one_rank(Pipeline) as mesh:
         page = build(Pipeline, mesh)
         names = {"layers/w0": "up", "layers/w1": "down"}

@@ -17,9 +17,9 @@ from spmd_engine.layers import (
     Residual,
     SideOutput,
 )
+from spmd_engine.losses import mean_squared_error
 from spmd_engine.models import Model
 from spmd_engine.models.decoder import token_loss
-from spmd_engine.models.mlp import squared_loss
 
 D, F, V, LENGTH, BATCH = 6, 10, 13, 7, 9
 
@@ -145,7 +145,7 @@ def image_model():
     layers = [(f"block{k // 2}/layer{k}", Pointwise(*size, turned=k % 2 == 1)) for k, size in enumerate(sizes)]
     layers.insert(2, ("block0/blur", Blur(HEIGHT, CHANNELS)))
     layers.insert(4, ("block1/blur", Blur(HEIGHT, 5, "o")))
-    return Model("images", tuple(layers), "b h w c", "b h w c", "b h w c", squared_loss)
+    return Model("images", tuple(layers), "b h w c", "b h w c", "b h w c", mean_squared_error)
 
 
 def images(step):

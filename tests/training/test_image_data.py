@@ -69,6 +69,45 @@ def test_the_files_own_test_part_is_held_out(tmp_path):
     assert other.sha256 == images.sha256
 
 
+def test_parts_of_a_folder_are_held_out_and_what_is_not_read_is_in_the_line_of_the_data(tmp_path):
+    write_folder(tmp_path / "train"), write_folder(tmp_path / "val")
+    for label in (0, 1):
+        for path in sorted((tmp_path / "val" / f"class{label}").iterdir())[2:]:
+            path.unlink()
+    (tmp_path / "notes.txt").write_text("x")
+    one, other = load(tmp_path, 2)
+    assert one.held_out.tolist() == list(range(N, N + 11)) and one.names == ["class0", "class1", "class2"]
+    assert (
+        str(one)
+        == str(other)
+        == ("23 images of 6 x 5 x 1 in 3 classes, 11 more held out; 1 left out: in no class's folder (notes.txt)")
+    )
+
+
+def test_grey_of_16_bits_has_white_at_its_largest_number(tmp_path):
+    for label, value in enumerate((0, 65535)):
+        (folder := tmp_path / f"class{label}").mkdir()
+        for number in range(5):
+            Image.fromarray(np.full((H, W), value, np.uint16)).save(folder / f"{number}.png")
+    (images,) = load(tmp_path)
+    x, y = ImageData(images).examples(np.arange(8))
+    np.testing.assert_array_equal(x[:, 0, 0, 0], y)
+
+
+def test_arrays_that_are_not_read_are_named(tmp_path):
+    (images,) = load(write_npz(tmp_path / "a.npz", x=PIXELS, y=LABELS, z=LABELS, x_val=PIXELS))
+    assert images.notes == ["arrays that are not read: x_val, z"]
+
+
+def test_a_table_is_read_by_its_name(tmp_path):
+    write_folder(tmp_path)
+    paths = [path.relative_to(tmp_path) for path in sorted(tmp_path.rglob("*.png"))]
+    (tmp_path / "labels.csv").write_text("path,label\n" + "".join(f"{path},{path.parent}\n" for path in paths))
+    (by_table,), (by_folder,) = load(tmp_path / "labels.csv"), load(tmp_path)
+    assert by_table.sha256 == by_folder.sha256 and by_table.names == by_folder.names
+    assert not by_table.notes and by_folder.notes == ["1 left out: in no class's folder (labels.csv)"]
+
+
 @pytest.mark.parametrize("changed", ["pixel", "class", "held out"])
 def test_the_digest_is_of_all_that_decides_what_is_learnt(tmp_path, changed):
     (images,) = load(write_npz(tmp_path / "a.npz"))

@@ -1,6 +1,7 @@
 """The trainer, checkpoints and generation, on virtual ranks."""
 
 import resource
+import warnings
 from types import MappingProxyType
 
 import numpy as np
@@ -283,3 +284,26 @@ def test_data_that_are_not_finite_are_named_and_not_the_learning_rate(spoilt_par
                 trainer.evaluate([batch_of(x, y, engine)])
 
     run_threads(program, 2)
+
+
+def test_a_run_without_a_loop_over_it_says_that_it_makes_no_step():
+    with Mesh() as mesh:
+        trainer = make_trainer(mesh)
+        with pytest.warns(RuntimeWarning, match=r"run\(2\) has made no step; .* for report in") as found:
+            trainer.run(2)
+        assert found[0].filename == __file__ and trainer.steps_done == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert next(trainer.run(2)).step == 1
+            trainer.run(1)  # nothing to do
+
+
+def test_a_loss_that_grows_without_end_is_logged_once(caplog):
+    with Mesh() as mesh:
+        trainer = make_trainer(mesh)
+        for loss in (np.nan, 2.0, 150.0, 1e200, 1e201):
+            trainer._note_growth(loss)
+        (record,) = caplog.records
+        assert record.getMessage().startswith(
+            "step 0: the loss is 1e+200, over 100 times the first: lower the learning"
+        )

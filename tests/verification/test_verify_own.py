@@ -17,6 +17,7 @@ from spmd_engine.verification import Cause, engine_and_reference, fill_zeros, me
 from spmd_engine.verification.reference import batches_of_shape
 from support import tiny
 from support.linear_engine import Drawn
+from support.strangers import Bare
 
 D, F = 5, 8
 
@@ -416,3 +417,20 @@ def test_verification_is_in_float64():
     with Mesh() as mesh:
         for engine in engine_and_reference(Narrow, mesh):
             assert engine.parameters["w"].dtype == np.float64
+
+
+def test_an_engine_without_parameters_is_told_the_line_that_is_missing():
+    with pytest.raises(UsageError, match=r'an engine without parameters: .* self.parameters = \{"w": self.w\}'):
+        engine_and_reference(Bare, Mesh())
+
+
+class Attributes(Bare):
+    """It computes, and has its weights as attributes."""
+
+    def load_checkpoint(self, params):
+        self.w[...] = params["layer_0/weights"][...]
+
+
+def test_weights_as_attributes_are_named_in_the_line_that_is_missing():
+    with pytest.raises(UsageError, match=r'add the line self.parameters = \{"layer_0/weights": self.w\}'):
+        engine_and_reference(Attributes, mesh_of_one())

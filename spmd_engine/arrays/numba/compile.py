@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -30,21 +31,34 @@ CONTIGUOUS_AND_ALIGNED = 0x0001 | 0x0100
 BYTE, WORD, LONG = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
-def compile_loops(module: str) -> tuple[list[str], bytes]:
+def compile_loops(module: str, keep: Callable[[str, int, Callable[[], bytes]], bytes]) -> tuple[list[str], bytes]:
     """The names of all loops in a module of this package, and their object code.
 
-    Raises RuntimeError if array objects have another layout than ``_array`` reads.
+    ``keep(name, of, make)`` returns the program of a loop, one ``of`` so many, which ``make`` makes. Raises
+    RuntimeError if array objects have another layout than ``_array`` reads.
     """
     _check_layout()
-    names, programs = [], []
+    loops: dict[str, tuple[Loop, list[Any]]] = {}
     for name, loop in vars(import_module(f"spmd_engine.arrays.numba.{module}")).items():
         if isinstance(loop, Loop):
             kinds = loop.function.__annotations__.values()
             for half in (False, True) if any(isinstance(kind, Either) for kind in kinds) else (False,):
-                result = _compile(loop, [kind.of(half) if isinstance(kind, Either) else kind for kind in kinds])
-                names.append(f"{name}_bfloat16" if half else name)
-                programs += [result.library.get_llvm_str(), str(_entry(names[-1], result))]
-    return names, _object_code(programs)
+                arguments = [kind.of(half) if isinstance(kind, Either) else kind for kind in kinds]
+                loops[f"{name}_bfloat16" if half else name] = loop, arguments
+    programs = [keep(name, len(loops), partial(_program, name, *loop)) for name, loop in loops.items()]
+    return list(loops), _object_code(program.decode() for program in programs)
+
+
+def _program(name: str, loop: Loop, arguments: list[Any]) -> bytes:
+    """The LLVM program of a loop and its entry, the only name in it that others see: programs of several processes may
+    use one name for different functions."""
+    result = _compile(loop, arguments)
+    program = binding.parse_assembly(result.library.get_llvm_str())
+    program.link_in(binding.parse_assembly(str(_entry(name, result))))
+    for defined in (*program.functions, *program.global_variables):
+        if not defined.is_declaration and defined.name != name:
+            defined.linkage = "internal"
+    return str(program).encode()
 
 
 def _compile(loop: Loop, arguments: list[Any]) -> compiler.CompileResult:

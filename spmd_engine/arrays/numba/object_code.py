@@ -25,6 +25,7 @@ from llvmlite import binding
 
 from spmd_engine.errors import UsageError
 from spmd_engine.files import open_private, open_regular
+from spmd_engine.runtime.launchers import launcher_rank, launcher_size, terminal
 
 _FASTCALL = 0x0080  # METH_FASTCALL of Python's methodobject.h
 
@@ -43,13 +44,16 @@ class _MethodDef(ctypes.Structure):
 def linked(module: str) -> Loops:
     """The loops of a module of this package; their object code is cached on disk under its name."""
 
+    parts = Parts(module)
+
     def compile_module() -> bytes:
         from spmd_engine.arrays.numba.compile import compile_loops
 
-        names, code = compile_loops(module)
+        names, code = compile_loops(module, parts.keep)
         return json.dumps(names).encode() + b"\n" + code
 
     names, _, code = kept(module, compile_module).partition(b"\n")
+    parts.remove()
     return Loops(json.loads(names), code)
 
 
@@ -82,8 +86,8 @@ class Loops:
 # user can create it first. A process that finds the code takes no lock.
 
 
-WARN_AFTER = 10.0  # seconds of waiting after which a process logs why it waits
-LIMIT = 180.0  # seconds of waiting after which a process compiles without the lock
+WARN_AFTER = 20.0  # seconds of waiting without progress after which rank 0 logs why it waits
+LIMIT = 180.0  # seconds of waiting without progress after which a process compiles without the lock
 PERIOD = 0.1  # seconds between attempts to take the lock
 
 logger = logging.getLogger(__name__)
@@ -109,6 +113,44 @@ def kept(name: str, make: Callable[[], bytes]) -> bytes:
                 code = make()
                 _write(path, key, code)
     return code
+
+
+class Parts:
+    """The programs of the loops of a module, each kept as it is made, until all are: a process that is stopped leaves
+    them to the next one. Says on standard error how far it is, and in the lock, for the processes that wait."""
+
+    def __init__(self, module: str) -> None:
+        self._module, self._kept, self._done = module, list[Path](), 0
+
+    def keep(self, name: str, of: int, make: Callable[[], bytes]) -> bytes:
+        """The program that ``make`` makes, one ``of`` so many."""
+        folder, key = cache_folder(), _key()
+        path = folder / f"spmd_engine.{self._module}.{name}.{key.hex()[:16]}" if folder else None
+        program = _read(path, key) if path else None
+        if not self._done:
+            self._say(f"compiles {of} loops for this processor, once: later starts find them in {folder}\n")
+        if program is None:
+            program = make()
+            if path:
+                _write(path, key, program)
+        self._kept += [path] if path else []
+        self._done += 1
+        if terminal():
+            self._say(f"has compiled {self._done} of {of} loops" + ("\r", "\n")[self._done == of])
+        if folder:
+            _sign(folder / f"spmd_engine.{self._module}.{key.hex()[:16]}.lock", f", {self._done} of {of} loops")
+        return program
+
+    @staticmethod
+    def _say(text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(f"spmd_engine: {f'rank {launcher_rank()} ' * (launcher_size() > 1)}{text}")
+            sys.stderr.flush()
+
+    def remove(self) -> None:
+        """Remove the programs that this process has kept: all are linked into one file."""
+        for path in self._kept:
+            path.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path | None:
@@ -182,20 +224,29 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _wait(descriptor: int, path: Path) -> None:
-    """Wait for the lock and take it; after ``LIMIT``, log a warning and go on without it."""
-    began, warned = time.monotonic(), False
+    """Wait for the lock and take it; ``LIMIT`` after its holder's last progress, log a warning and go on without it."""
+    since, warned, holder = time.monotonic(), False, ""
     while True:
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        waited = time.monotonic() - began
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        before, holder = holder, os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        since = since if holder == before else time.monotonic()
+        waited, rank = time.monotonic() - since, launcher_rank()
         if waited > LIMIT:
-            logger.warning("waited %.0f s: %s still has the lock %s. Compiles beside it", waited, holder, path)
+            text = "rank %d has waited %.0f s: %s still has the lock %s. It compiles beside it"
+            logger.warning(text, rank, waited, holder, path)
             return
-        if waited > WARN_AFTER and not warned:
+        if waited > WARN_AFTER and not warned and rank == 0:
             warned = True
-            logger.warning("has waited %.0f s for %s, which compiles loops and has the lock %s", waited, holder, path)
+            text = "rank 0 has waited %.0f s for %s, which compiles loops, has the lock %s, and gets no further"
+            logger.warning(text, waited, holder, path)
         time.sleep(PERIOD)
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+    _sign(path)
+
+
+def _sign(path: Path, progress: str = "") -> None:
+    """Write into the lock, which this process holds, which process it is, and its progress, for those that wait."""
+    with suppress(OSError, UsageError), open(path, "r+b", opener=open_regular) as file:
+        file.write(f"process {os.getpid()} on {os.uname().nodename}{progress}".encode())

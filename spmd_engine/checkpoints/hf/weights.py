@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +15,9 @@ import numpy as np
 from spmd_engine.arrays import einsum
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.errors import CheckpointError
-from spmd_engine.foreign import reading
+from spmd_engine.foreign import first_few, reading
 from spmd_engine.formats.gguf import read_gguf
-from spmd_engine.formats.safetensors_file import CONFIG, folder_tensors, read_json, read_safetensors
+from spmd_engine.formats.safetensors_file import CONFIG, INDEX, ONE_FILE, folder_tensors, read_json, read_safetensors
 from spmd_engine.formats.tensor import FileTensor
 from spmd_engine.layers.low_rank import sides
 from spmd_engine.models.decoder import DecoderConfig, decoder
@@ -27,6 +28,8 @@ from spmd_engine.models.load_config import load_config, located
 from spmd_engine.models.lora import LoRAOptions, adapter_names, options_of_config, with_adapters
 from spmd_engine.models.model import Model
 from spmd_engine.models.weight_map import HEADS, IGNORED, TensorSlice, WeightMap, gguf_weight_map, weight_map
+
+logger = logging.getLogger(__name__)
 
 CHUNK, ROWS = 1 << 15, 16  #: elements that are copied at a time, in at least so many rows
 
@@ -176,11 +179,21 @@ class Pretrained(Mapping[str, Sliceable]):
         self.filled = fill(str(self.path), decoder(self.shape), tensors, names)
         self._copy = _check_used(str(self.path), self.shape, tensors, self.filled.values())
 
-    def check_copies(self) -> None:
-        """Raise CheckpointError if the head is stored although it is tied to the embedding, and differs from it.
+    def check_files(self) -> None:
+        """Warn of weights that are not read; raise CheckpointError if a head differs from the table it is tied to.
 
-        Reads both tensors, a few megabytes at a time.
+        Reads a tied head that is stored, and the table, a few megabytes at a time.
         """
+        others = sorted({path.name for path in self.path.glob("*.safetensors")} - {*self.files})
+        if (self.path / INDEX).is_file() and self.files == [ONE_FILE]:
+            others.append(INDEX)
+        if others:
+            logger.warning(
+                "%s: weights are read from %s, not from %s", self.path, *map(first_few, (self.files, others))
+            )
+        self._check_copy()
+
+    def _check_copy(self) -> None:
         table = self.filled["embedding/table"].tensor
         if self._copy is None:
             return
@@ -193,6 +206,11 @@ class Pretrained(Mapping[str, Sliceable]):
                     f"{self.path}: tie_word_embeddings says that {self._copy.name} is {table.name}, but both are "
                     f"stored and differ (from row {first} on). Set it to false in {CONFIG} to use both"
                 )
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the files that the parameters are read from."""
+        return sorted({Path(parameter.tensor.path).name for parameter in self.filled.values()})
 
     @property
     def nbytes(self) -> int:

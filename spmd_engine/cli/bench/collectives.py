@@ -17,6 +17,7 @@ import click
 import numpy as np
 
 from spmd_engine.cli.bench.measuring import count_option, measure, output_option, report
+from spmd_engine.cli.values import Choice, WholeRange
 from spmd_engine.comm.mesh import Mesh
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
@@ -25,8 +26,8 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to
 @click.command(short_help="Collectives, compared with the MPI library's own.")
 @count_option("ranks", 2, least=2)
 @count_option("rounds", 15)
-@click.option("--only", type=click.Choice(OPERATIONS), multiple=True, help="Only this operation; may be repeated.")
-@click.option("--largest", type=click.IntRange(min=1), default=64, show_default=True, help="MiB of the largest arrays.")
+@click.option("--only", type=Choice(OPERATIONS), multiple=True, help="Only this operation; may be repeated.")
+@click.option("--largest", type=WholeRange(min=1), default=64, show_default=True, help="MiB of the largest arrays.")
 @output_option()
 def collectives(ranks: int, rounds: int, only: tuple[str, ...], largest: int, output: Path | None) -> None:
     """Time calls of 8 bytes and more in four ways, alternating. Sizes are those of whole arrays, in float32.

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
 
 from spmd_engine.arrays.precision import FLOATS
 from spmd_engine.axes import count_ranks
-from spmd_engine.cli.options import LongCommand, Quantity, options_of, rare_option, values_given
+from spmd_engine.cli.options import FILE, LongCommand, Quantity, options_of, rare_option, values_given
 from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan, print_precisions
+from spmd_engine.cli.values import Choice, WholeNumber
 from spmd_engine.engine.state.assignment import parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
@@ -37,19 +37,19 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
 
 
 @click.command(cls=LongCommand, short_help="The best way to train a model on a machine, and why.")
-@click.argument("what", required=False, type=click.Choice(["explain"]))
+@click.argument("what", required=False, type=Choice(["explain"]))
 @click.option(
     "--machine",
     metavar="NAME|FILE",
     help="a100, h100, h200, edge, cpu, or a file as 'calibrate' writes. [default: the file of 'calibrate', else cpu]",
 )
-@click.option("--ranks", type=int, help="Number of ranks. [default: as --mesh, or the machine's cores]")
+@click.option("--ranks", type=WholeNumber(), help="Number of ranks. [default: as --mesh, or the machine's cores]")
 @click.option(
     "--batch-size",
     metavar="N[,N...]",
     help="Samples a step, over all ranks; the best of several. [default: 16; images: 64]",
 )
-@click.option("--goal", type=click.Choice(GOALS), default="latency", show_default=True, help="What to optimize.")
+@click.option("--goal", type=Choice(GOALS), default="latency", show_default=True, help="What to optimize.")
 @click.option(
     "--memory", metavar="SIZE", type=_SIZE, help="Most memory of a rank, such as 24GiB. [default: as the machine has]"
 )
@@ -60,7 +60,7 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
 @rare_option("--seconds", metavar="TIME", type=_TIME, default=20.0, show_default=True, help="Time for the search.")
 @rare_option(
     "--placement",
-    type=click.Choice(PLACEMENTS),
+    type=Choice(PLACEMENTS),
     default="auto",
     show_default=True,
     help="How ranks of unequal nodes are placed on the mesh: by simulations, as listed, or by costs of single ranks.",
@@ -74,17 +74,10 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
     "of others, offload, or assign layers of a rank that lacks memory to a helper rank.",
 )
 @rare_option("--axes", metavar="AXIS,...", help="Mesh axes to consider. [default: all that suit the model]")
-@click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the plan to FILE."
-)
+@click.option("--output", type=FILE, help="Write the plan to FILE.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a page.")
 @click.option("--compare", metavar="RUN", help="Compare the trace of a run (train --trace) with its prediction.")
-@rare_option(
-    "--timeline",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write the predicted step to FILE, in the format of --trace.",
-)
+@rare_option("--timeline", type=FILE, help="Write the predicted step to FILE, in the format of --trace.")
 @click.option(
     "--precision",
     "--dtype",

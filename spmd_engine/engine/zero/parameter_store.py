@@ -21,7 +21,7 @@ from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroCon
 from spmd_engine.engine.uneven_stages import sum_over_stages
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage
-from spmd_engine.errors import UnknownParameter, UsageError
+from spmd_engine.errors import UnknownParameter, UsageError, one_of
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
@@ -404,6 +404,6 @@ def check_shapes(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
     """Raise UsageError unless ``params``, of a checkpoint, have all of these arrays, in these shapes."""
     for name, shape in shapes.items():
         if name not in params:
-            raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
+            raise UsageError(f"the checkpoint has no {name!r}; {one_of(name, sorted(params))}")
         if tuple(params[name].shape) != shape:
             raise UsageError(f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {shape}")

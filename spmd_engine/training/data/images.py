@@ -18,7 +18,18 @@ from spmd_engine.arrays.random import integers, key_of
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ranks, on_rank_zero, share_array
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
-from spmd_engine.formats import ImageFiles, MappedArray, image_files, npz_names, read_idx, read_npz
+from spmd_engine.foreign import first_few, refuse_pointer
+from spmd_engine.formats import (
+    ImageFiles,
+    MappedArray,
+    images_in_folder,
+    images_in_table,
+    npz_names,
+    read_idx,
+    read_npz,
+)
+from spmd_engine.formats.image_files import LabelledImages, is_table
+from spmd_engine.formats.parquet_images import MAGIC, parquet_files, read_parquet_images
 from spmd_engine.models import ImageShape
 from spmd_engine.training.data.array_data import ArrayData, part_of
 
@@ -34,8 +45,8 @@ NPZ_NAMES = (
 IDX_NAMES = (("train-images*", "train-labels*"), ("t10k-images*", "t10k-labels*"))
 _BRIGHTEST = 10  #: the largest float, in multiples of white: with mean 0 and variance 1, pixels reach a few
 _KNOWN = (
-    "a folder of IDX files (train-images-idx3-ubyte, train-labels-idx1-ubyte, ...), an .npz file of arrays x and y, or "
-    "a folder with a subfolder of images a class"
+    "a folder of IDX files (train-images-idx3-ubyte, train-labels-idx1-ubyte, ...), an .npz file of arrays x and y, "
+    "a folder with a subfolder of images a class, a .csv file of paths and labels, or .parquet files"
 )
 
 Part = MappedArray | ImageFiles | np.ndarray
@@ -49,6 +60,8 @@ class ImageSource:
     y: np.ndarray  #: int64: the class of each image of all parts, from 0
     held_out: np.ndarray  #: numbers of the images for validation
     files: int
+    names: Sequence[str] = ()  #: of the classes, if they have any
+    notes: Sequence[str] = ()  #: what is not read
 
 
 def find_images(path: str | None) -> ImageSource:
@@ -63,11 +76,18 @@ def find_images(path: str | None) -> ImageSource:
     if root.is_dir():
         if any(root.glob(IDX_NAMES[0][0])):
             return _idx(root)
-        files, y, _ = image_files(root)
-        return _check_sources([(str(root), files, y)], len(files))
+        if files := parquet_files(root):
+            return _parquet(files)
+        return _image_files(root, images_in_folder(root))
     with root.open("rb") as file:
-        if file.read(2) == b"PK":
-            return _npz(root)
+        content = file.read(len(MAGIC))
+    if content[:2] == b"PK":
+        return _npz(root)
+    if content == MAGIC:
+        return _parquet([root])
+    refuse_pointer(root)
+    if is_table(root):
+        return _image_files(root, images_in_table(root))
     raise UsageError(f"--data {root}: not images in a format known here: {_KNOWN}")
 
 
@@ -84,6 +104,16 @@ def _digits() -> ImageSource:
     with gzip.open(file, "rt") as lines:
         table = np.loadtxt(lines, np.float32, delimiter=",")
     return _check_sources([(str(file), table[:, :-1].reshape(-1, 8, 8) / 16, table[:, -1].astype(np.int64))], 1)
+
+
+def _image_files(where: Path, found: LabelledImages) -> ImageSource:
+    sources = [(str(where), files, y) for files, y in found.parts]
+    return _check_sources(sources, sum(len(y) for _, y in found.parts), found.names, found.notes)
+
+
+def _parquet(files: Sequence[Path]) -> ImageSource:
+    found = read_parquet_images(files)
+    return _check_sources(found.parts, found.files, found.names, found.notes)
 
 
 def _idx(folder: Path) -> ImageSource:
@@ -106,7 +136,10 @@ def _npz(file: Path) -> ImageSource:
             present = [pair for pair in pairs if names.intersection(pair)]
             if missing := sorted({name for pair in present for name in pair} - names):
                 raise UsageError(f"--data {file}: it has no {missing[0]}, which is needed with its held-out arrays")
-            return _check_sources([(str(file), read_npz(file, x), _load(read_npz(file, y))) for x, y in present], 1)
+            unread = sorted(names - {name for pair in present for name in pair})
+            notes = [f"arrays that are not read: {first_few(unread)}"] if unread else []
+            parts = [(str(file), read_npz(file, x), _load(read_npz(file, y))) for x, y in present]
+            return _check_sources(parts, 1, notes=notes)
     raise UsageError(
         f"--data {file}: it has the arrays {', '.join(sorted(names)) or 'none'}; call images x and their classes y (or "
         "images and labels, or x_train, y_train, x_test, y_test)"
@@ -117,7 +150,9 @@ def _load(array: MappedArray | np.ndarray) -> np.ndarray:
     return np.array(array.open() if isinstance(array, MappedArray) else array)
 
 
-def _check_sources(sources: list[tuple[str, Part, np.ndarray]], files: int) -> ImageSource:
+def _check_sources(
+    sources: Sequence[tuple[str, Part, np.ndarray]], files: int, names: Sequence[str] = (), notes: Sequence[str] = ()
+) -> ImageSource:
     """A source of parts, which come with their places and classes; a second part is held out."""
     parts, classes = [], []
     for where, x, y in sources:
@@ -130,7 +165,7 @@ def _check_sources(sources: list[tuple[str, Part, np.ndarray]], files: int) -> I
     held_out = np.arange(len(classes[0]), len(y)) if len(parts) > 1 else part_of(len(y), -(-len(y) // HELD_OUT), 0)
     if not 0 < len(held_out) < len(y):
         raise UsageError(f"--data {sources[0][0]}: {len(y)} images, too few to train on some and hold out others")
-    return ImageSource(tuple(parts), y, held_out, files)
+    return ImageSource(tuple(parts), y, held_out, files, names, notes)
 
 
 def check_pixels(where: str, dtype: np.dtype) -> None:
@@ -218,6 +253,8 @@ class Images:
     held_out: np.ndarray  #: numbers of the images for validation
     files: int
     sha256: str  #: of pixels, classes, and held-out numbers: equal for equal images in another format
+    names: Sequence[str] = ()  #: of the classes, if they have any
+    notes: Sequence[str] = ()  #: what is not read
 
     @property
     def shape(self) -> ImageShape:
@@ -227,7 +264,7 @@ class Images:
 
     def __str__(self) -> str:
         held_out = len(self.held_out)
-        return f"{len(self.y) - held_out:,} {self.shape}, {held_out:,} more held out"
+        return "; ".join([f"{len(self.y) - held_out:,} {self.shape}, {held_out:,} more held out", *self.notes])
 
 
 def load_images(group: Group, path: str | None) -> Images:
@@ -245,14 +282,16 @@ def load_images(group: Group, path: str | None) -> Images:
         shared.append(_part_from_json(part_facts) if part_facts else share_array(group, parts, label="images"))
     y = group.broadcast(source.y if source else None, group.lowest, label="images")
     held_out = group.broadcast(source.held_out if source else None, group.lowest, label="images")
-    return Images(on_all_ranks(group, lambda: ImageRows(shared)), y, held_out, facts["files"], facts["sha256"])
+    x = on_all_ranks(group, lambda: ImageRows(shared))
+    return Images(x, y, held_out, *(facts[name] for name in ("files", "sha256", "names", "notes")))
 
 
 def _describe(source: ImageSource, where: str) -> dict[str, Any]:
     """A source in JSON, without its arrays; all images are read once, for the digest."""
     parts = [None if isinstance(part, np.ndarray) else asdict(part) for part in source.parts]
     sha256 = _digest(ImageRows(source.parts), source.y, source.held_out, where)
-    return {"parts": parts, "files": source.files, "sha256": sha256}
+    texts = {"names": list(source.names), "notes": list(source.notes)}
+    return {"parts": parts, "files": source.files, "sha256": sha256, **texts}
 
 
 def _part_from_json(part_facts: dict[str, Any]) -> MappedArray | ImageFiles:

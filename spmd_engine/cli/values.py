@@ -1,0 +1,41 @@
+"""Types of options, whose errors suggest what fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from spmd_engine.errors import one_of
+
+
+class Choice(click.Choice):
+    """One of some texts."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value not in self.choices:
+            self.fail(f"{value!r}; {one_of(value, self.choices)}", param, ctx)
+        return value
+
+
+class WholeNumber(click.types.IntParamType):
+    """A whole number, also as ``1e3``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(_whole(value), param, ctx)
+
+
+class WholeRange(click.IntRange):
+    """A whole number in a range, also as ``1e3``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(_whole(value), param, ctx)
+
+
+def _whole(value: Any) -> Any:
+    """The whole number that a text such as ``1e3`` means; any other value unchanged."""
+    try:
+        number = float(value) if isinstance(value, str) and "e" in value.lower() else 0.5
+    except ValueError:
+        return value
+    return int(number) if number.is_integer() and abs(number) < 1 << 53 else value

@@ -1,0 +1,83 @@
+"""Parquet files of images, as the library datasets writes them: read, or refused with the row."""
+
+import json
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from spmd_engine.errors import UsageError
+from spmd_engine.training.data.images import ImageRows, find_images
+from support.labelled_images import LABELS, PIXELS
+
+pyarrow = pytest.importorskip("pyarrow")
+
+
+def encoded(pixels):
+    content = BytesIO()
+    Image.fromarray(pixels).save(content, "PNG")
+    return content.getvalue()
+
+
+def write(file, rows, names=("cat", "dog", "owl"), plain=False, **others):
+    """A file with the images and classes of these numbers."""
+    from pyarrow import parquet
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    images = [encoded(PIXELS[row]) for row in rows]
+    images = images if plain else [{"bytes": image, "path": f"{row}.png"} for row, image in zip(rows, images)]
+    table = pyarrow.table({"image": images, "label": [int(LABELS[row]) for row in rows]} | others)
+    features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})} if names else {}
+    parquet.write_table(table.replace_schema_metadata(metadata), file)
+    return file
+
+
+def read(path):
+    source = find_images(str(path))
+    return ImageRows(source.parts)[:][..., 0], source
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_images_and_classes_are_those_of_the_rows(tmp_path, plain):
+    pixels, source = read(write(tmp_path / "any.parquet", range(len(PIXELS)), plain=plain))
+    np.testing.assert_array_equal(pixels, PIXELS)
+    np.testing.assert_array_equal(source.y, LABELS)
+    assert source.names == ["cat", "dog", "owl"] and len(source.held_out) == 5 and not source.notes
+
+
+def test_parts_are_those_of_the_files_names(tmp_path):
+    write(tmp_path / "data" / "train-00000-of-00002.parquet", range(9), width=[6] * 9)
+    write(tmp_path / "data" / "train-00001-of-00002.parquet", range(9, 15), width=[6] * 6)
+    write(tmp_path / "data" / "validation-00000-of-00001.parquet", range(15, 20))
+    write(tmp_path / "data" / "test-00000-of-00001.parquet", range(20, 23))
+    pixels, source = read(tmp_path)
+    np.testing.assert_array_equal(pixels, PIXELS[:20])
+    assert source.held_out.tolist() == [15, 16, 17, 18, 19] and source.files == 3
+    assert source.notes == [
+        "columns that are not read: width",
+        "1 left out: files of a part that is not used (test-00000-of-00001.parquet)",
+    ]
+
+
+def test_what_is_wrong_is_one_line_with_the_row(tmp_path):
+    from pyarrow import parquet
+
+    def refused(columns, said):
+        parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
+        with pytest.raises(UsageError, match=said) as caught:
+            read(tmp_path / "x.parquet")
+        assert "\n" not in str(caught.value)
+
+    images = [encoded(pixels) for pixels in PIXELS[:3]]
+    refused({"image": images}, "x.parquet: its columns are image; call those of images image, label")
+    refused({"image": images, "label": [0, None, 1]}, "x.parquet, row 1: the class is None; classes are whole numbers")
+    refused({"image": [*images[:2], None], "label": [0, 1, 2]}, "x.parquet, row 2: there is no image, as bytes")
+    refused({"image": [*images[:2], b"GIF"], "label": [0, 1, 2]}, "x.parquet, row 2 is no image in a format that is")
+    spoilt = images[1][:-30]
+    refused({"image": [images[0], spoilt, images[2]], "label": [0, 1, 2]}, "row 1 is damaged or cannot be read")
+    whole = (tmp_path / "x.parquet").read_bytes()
+    (tmp_path / "x.parquet").write_bytes(whole[:-9])
+    with pytest.raises(UsageError, match="x.parquet is damaged or cannot be read: "):
+        read(tmp_path / "x.parquet")
