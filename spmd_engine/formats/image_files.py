@@ -157,7 +157,9 @@ class ImageFiles:
 
     def __getitem__(self, numbers: slice | np.ndarray) -> np.ndarray:
         chosen = np.arange(len(self))[numbers] if isinstance(numbers, slice) else numbers
-        rows, kind = np.empty((len(chosen), *self.shape[1:]), self.dtype), ImageKind(*self.shape[1:], self.pixels)
+        _, height, width, channels = self.shape
+        kind = ImageKind(height, width, channels, self.pixels)
+        rows = np.empty((len(chosen), height, width, channels), self.dtype)
         for row, number in zip(rows, chosen, strict=True):
             path = self.paths[int(number)]
             row[...] = read_picture(path, path, kind)
@@ -339,7 +341,7 @@ def images_in_table(file: str | Path, listed: ListedImages | None = None) -> Lab
 
 def table_columns(line: str) -> list[int | None]:
     """The numbers of the columns of paths, classes and parts, by the names in a table's first line."""
-    return _places(line.split(_delimiter(line)))
+    return _places(line.strip().split(_delimiter(line)))
 
 
 def _delimiter(text: str) -> str:
