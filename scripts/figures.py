@@ -49,9 +49,9 @@ ONE, TEN = gpt(GPTSize(80, 1024, 16, 1024), "1B"), gpt(GPTSize(48, 4096, 32, 102
 PLANNED: Sequence[tuple[Model, str, int, Mapping]] = (
     (ONE, "data=1", 16, {}),
     (ONE, "data=2,model=2", 32, {"sequence_parallel": True}),
-    (ONE, "data=4", 1, {"zero": 3, "recompute": "block"}),
+    (ONE, "data=4", 4, {"zero": 3, "recompute": "block"}),
     (ONE, "data=4,model=2", 16, {"sequence_parallel": True}),
-    (ONE, "data=8", 1, {"zero": 3, "recompute": "block"}),
+    (ONE, "data=8", 2, {"zero": 3, "recompute": "block"}),
     (TEN, "data=8,model=2", 2, {"zero": 3, "sequence_parallel": True}),
     (TEN, "data=16", 1, {"zero": 3, "recompute": "block"}),
 )
