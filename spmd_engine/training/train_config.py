@@ -218,6 +218,11 @@ class TrainConfig(Configuration):
         return cls().with_options(**(OF_IMAGES if options.get("model") in IMAGES else {}) | options)
 
     @property
+    def mesh_options(self) -> dict[str, Any]:
+        """The options of its ``Mesh`` that are not those of a composition."""
+        return {"check": self.check, "timeout": self.timeout, "deterministic": self.deterministic}
+
+    @property
     def shards_itself(self) -> bool:
         """Whether a page of strategies, or an engine of the user's own, shards the model instead of the composition."""
         return bool(self.strategy) or self.model.engine is not None
