@@ -223,7 +223,7 @@ ROOMS = {
     "overlapping layers": (
         r"overlap_layers|overlaps|within_overlap|parse_overlap|_overlap_of|^Overlap$",
         """
-        adaptive/advisor.py adaptive/candidates.py adaptive/shape_changes.py engine/parallel_config.py
+        adaptive/advisor.py adaptive/candidates.py engine/parallel_config.py
         engine/reshape.py engine/state/assignment.py planning/search/estimate.py planning/search/layer_costs.py
         planning/search/plan_search.py planning/search/search_space.py
         """,

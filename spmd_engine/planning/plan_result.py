@@ -155,15 +155,27 @@ class PlanResult:
             text = f"nothing fits: {constraints} cannot be kept together"
         else:
             text = f"{constraints} cannot be kept"
-        if (nearest := self.nearest_evaluation) is not None:
-            closest = f"the closest plan ({conflict.nearest.candidate}) needs" if conflict.nearest else "it needs"
-            size = readable_bytes(nearest.analysis.peak_bytes)
-            text += f"; {closest} {size} on rank {nearest.peak_rank} at {nearest.peak_moment}"
+        if self.nearest_evaluation is not None:
+            of_mesh = "mesh" in self.request.fixed
+            closest = f"the closest plan ({conflict.nearest.candidate})" if conflict.nearest and not of_mesh else "it"
+            text += f"; {closest} needs {self._needed(self.nearest_evaluation)}"
         if conflict.relaxations:
             text += f". It would fit with {next(iter(conflict.relaxations.values()))[0]}"
         if conflict.helps:
             text += f". Its memory would suffice with {conflict.helps}"
         return text
+
+    def _needed(self, nearest: PlanEvaluation) -> str:
+        """What the closest plan needs of the limits that it breaks, or of memory if that is one of them."""
+        limits, plan = self.limits, self.conflict.nearest if self.conflict else None
+        broken = limits.broken(plan) if plan is not None else frozenset()
+        if plan is not None and broken and "memory" not in broken:
+            needs = limits.measured(plan)
+            return " and ".join(f"{limits.shown(name, needs[name])} of {name}" for name in sorted(broken))
+        own = self.request.limits.memory_by_rank(nearest.machine) if nearest.machine.heterogeneous else []
+        size, rank = readable_bytes(nearest.analysis.peak_bytes), nearest.peak_rank
+        of_limit = f" of its {readable_bytes(own[rank])}" if own else ""
+        return f"{size}{of_limit} on rank {rank} at {nearest.peak_moment}"
 
     @property
     def ended(self) -> str:

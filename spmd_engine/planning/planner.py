@@ -129,7 +129,7 @@ def fixed_plan(request: Request) -> PlanResult:
         request,
         SearchResult(),
         evaluation=evaluation,
-        conflict=Conflict([*broken, "mesh"], helps=helps) if broken else None,
+        conflict=Conflict([*broken, "mesh"], nearest=needs, helps=helps) if broken else None,
         nearest_evaluation=evaluation if broken else None,
         took=perf_counter() - began,
         composition=composition,

@@ -197,7 +197,9 @@ class PlanSearch:
         result, explain = next(((other, why) for other, why in others if other is not None), (result, explain))
         found_by = ((name, tried(name)[0]) for name in forbidden)
         helps = next((f"--fallback {name}" for name, other in found_by if other and other.plan), "")
-        return replace(result, conflict=replace(explain(), helps=helps), **self._ended)
+        conflict = replace(explain(), helps=helps)
+        closest = conflict.nearest.evaluation if conflict.nearest is not None else result.nearest_evaluation
+        return replace(result, conflict=conflict, nearest_evaluation=closest, **self._ended)
 
     def _with_offload(self, without: PlanResult, budget: Budget) -> tuple[PlanResult | None, Explain]:
         """The result if a plan may offload; None if the base says what is offloaded."""
@@ -305,7 +307,7 @@ class PlanSearch:
         reasons = [
             *gain_of_order(chosen, plans),
             *gains_of_shares(chosen, self.plans),
-            *gains_of_choices(self.limits, chosen, choices(best.candidate), simulated),
+            *gains_of_choices(self.limits, chosen, choices(best.candidate), simulated, self.request.goal),
         ]
         return self._result(replace(found, best=shown[:SHOWN_PLANS], front=pareto(shown)), closed, chosen, reasons)
 
@@ -399,6 +401,10 @@ class PlanSearch:
             keep_others = [plan for plan in simulated if limits.broken(plan) <= {name}]
             best = min(keep_others or simulated[:1], key=lambda plan: limits.measured(plan)[name])
             ways[name] = constraints.relaxed(name, best)[0], best
+        for _, way in ways.values():  # that for a limit keeps all else, and may be closer than those of least memory
+            is_closer = nearest is None or limits.excess(way) < limits.excess(nearest)
+            if is_closer and way.candidate.ranks in space.ranks and way.candidate.batch_size in space.batch_sizes:
+                nearest = self.simulated(way.closed or way)
         broken = limits.broken(nearest) if nearest is not None else ()
         if nearest is not None and conflict.decided and not ways and len(broken) == 1:
             (name,) = broken

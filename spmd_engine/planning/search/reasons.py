@@ -44,17 +44,22 @@ def gains_of_choices(
     chosen: Estimate,
     others: Sequence[tuple[str, Estimate | None]],
     simulated: Mapping[Candidate, Estimate],
+    goal: str,
 ) -> Iterator[str]:
-    """What the plan gains over each alternative. ``simulated`` has simulated plans, by candidate without shares."""
+    """What the plan gains over each alternative, for this goal. ``simulated`` has simulated plans, by candidate without
+    shares; another one is compared with the estimate of the chosen plan."""
     for choice, estimate in others:
         if estimate is None:
             yield f"{choice}: the model or the batch cannot be sharded so"
             continue
         other = simulated.get(estimate.candidate.plain, estimate)
-        yield _explain_gain(choice, chosen, other, limits) + ("" if other.simulated else " (an estimate)")
+        if other.simulated:
+            yield _explain_gain(choice, chosen, other, limits, goal)
+        else:  # which errs alike for both plans
+            yield f"{_explain_gain(choice, chosen.closed or chosen, other, limits, goal)} (by estimates of both)"
 
 
-def _explain_gain(choice: str, chosen: Estimate, other: Estimate, limits: Limits) -> str:
+def _explain_gain(choice: str, chosen: Estimate, other: Estimate, limits: Limits, goal: str) -> str:
     if broken := limits.broken(other):
         needs = limits.measured(other)
         shown = " and ".join(f"{limits.shown(name, needs[name])} of {name}" for name in sorted(broken))
@@ -63,7 +68,8 @@ def _explain_gain(choice: str, chosen: Estimate, other: Estimate, limits: Limits
     gains = {part: other.parts[part] - chosen.parts[part] for part in other.parts}
     largest_gain = max(gains, key=lambda part: gains[part])
     cause = f", most of it {largest_gain}" if slower > 0.002 and gains[largest_gain] > 0 else ""
-    return f"{choice}: that would take {slower:+.1%} time{cause}, and {larger:+.1%} memory"
+    sent = f"send {other.sent / chosen.sent - 1:+.1%} bytes, " if goal == "communication" and chosen.sent else ""
+    return f"{choice}: that would {sent}take {slower:+.1%} time{cause}, and {larger:+.1%} memory"
 
 
 # --- The smallest set of constraints that cannot be kept together, and what would help
@@ -150,7 +156,11 @@ def conflict_of(constraints: Constraints, known: Sequence[Estimate] = ()) -> Con
     tried = takewhile(lambda _: constraints.budget.left > 0, sets)
     smallest = next((subset for subset in tried if not _are_possible(constraints.only(subset))), names)
     relaxations = sorted(_relax(constraints, smallest), key=lambda found: found[0])
-    return Conflict(smallest, {name: (text, plan) for _, name, text, plan in relaxations})
+    ways = {name: (text, plan) for _, name, text, plan in relaxations}
+    # A search that ends with its budget leaves in the set what may be needless: a limit that no known plan breaks, and
+    # without which no plan is found either.
+    needed = [name for name in smallest if name not in limits.names or name in ways or any(name in b for b in broken)]
+    return Conflict(tuple(needed) or smallest, ways)
 
 
 def _are_possible(constraints: Constraints) -> bool:

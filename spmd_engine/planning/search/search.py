@@ -103,6 +103,10 @@ class Limits(Configuration):
         needs = self.measured(estimate)
         return frozenset(name for name, need in needs.items() if need > getattr(self, name) * (1 + 1e-9))
 
+    def excess(self, estimate: Estimate) -> float:
+        """The largest need of a candidate as a part of its limit."""
+        return max((need / getattr(self, name) for name, need in self.measured(estimate).items()), default=0.0)
+
     def surely_broken(self, bound: Bound) -> bool:
         """Whether every division of a candidate breaks a limit."""
         seconds, memory = bound
