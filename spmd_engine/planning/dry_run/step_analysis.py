@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from spmd_engine.axes import MeshPosition, all_positions, axes_as_json, uneven_axes
+from spmd_engine.axes import axes_as_json
 
 
 class HashedOnce(tuple):
@@ -343,6 +343,10 @@ class StepAnalysis:
                 sent[operation, axes] += rank_class.count * line[2]
         return {key: (calls[key], round(sent[key])) for key in calls}
 
+    def critical_path(self) -> CriticalPath:
+        """The longest chain of computations. Communication takes no time, but computations wait for it."""
+        return _PathFinder([rank_class.step for rank_class in self.classes]).find()
+
     def as_json(self) -> dict[str, Any]:
         """The analysis as JSON."""
         plain: dict[str, Any] = asdict(self) | {"axes": axes_as_json(self.axes)}
@@ -356,16 +360,6 @@ class StepAnalysis:
 
     def __iter__(self) -> Iterator[RankClass]:
         return iter(self.classes)
-
-
-def position_of(rank: int, axes: Mapping[str, int]) -> MeshPosition:
-    """The position of a rank on the axes, in row-major order."""
-    if uneven_axes(axes):
-        return all_positions(axes)[rank]
-    coordinates = {}
-    for axis in list(axes)[::-1]:
-        rank, coordinates[axis] = divmod(rank, axes[axis])
-    return MeshPosition(axes, {axis: coordinates[axis] for axis in axes})
 
 
 # --- The critical path: the longest chain of computations through all ranks, by FLOPs, that the end of a step waits for
@@ -386,11 +380,6 @@ class CriticalPath:
         """The classes of ranks that the chain passes through, in order."""
         passed = [number for number, _ in self.nodes]
         return [number for index, number in enumerate(passed) if not index or passed[index - 1] != number]
-
-
-def critical_path(analysis: StepAnalysis) -> CriticalPath:
-    """The longest chain. Communication takes no time, but computations wait for it."""
-    return _PathFinder([rank_class.step for rank_class in analysis.classes]).find()
 
 
 class _PathFinder:
