@@ -179,12 +179,10 @@ def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> No
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["huggingface", "gguf"]),
+    type=Choice(["huggingface", "gguf"]),
     help="A folder for transformers, or a file for llama.cpp. [default: gguf if TARGET ends with .gguf]",
 )
-@click.option(
-    "--dtype", type=click.Choice(list(NAMES)), default="float32", show_default=True, help="Dtype of the weights."
-)
+@click.option("--dtype", type=Choice(list(NAMES)), default="float32", show_default=True, help="Dtype of the weights.")
 def convert(model: str, target: str, kind: str | None, dtype: str) -> None:
     """Write a pretrained MODEL, a GGUF file or a folder, in the other format, as TARGET, without a run.
 

@@ -13,6 +13,7 @@ import click
 
 from spmd_engine.cli.options import open_mesh, takes_job
 from spmd_engine.cli.show_images import print_images
+from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending
@@ -123,7 +124,7 @@ _ALL = 1 << 62  #: more bytes than files have
 @click.argument("path")
 @click.option("--model", metavar="PATH", default=BYTES, show_default=True, help="As --tokenizer of 'data prepare'.")
 @click.option(
-    "-n", "count", type=click.IntRange(1, 100), default=5, show_default=True, help="Documents of each kind, or images."
+    "-n", "count", type=WholeRange(1, 100), default=5, show_default=True, help="Documents of each kind, or images."
 )
 @click.option("--output", metavar="FILE", default=SHEET, show_default=True, help="Contact sheet of images to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print an object a line for each document, with all its tokens.")

@@ -6,6 +6,7 @@ Each file is read, is counted as skipped with the reason, or is refused by name.
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -157,7 +158,9 @@ class ImageFiles:
 
     def __getitem__(self, numbers: slice | np.ndarray) -> np.ndarray:
         chosen = np.arange(len(self))[numbers] if isinstance(numbers, slice) else numbers
-        rows, kind = np.empty((len(chosen), *self.shape[1:]), self.dtype), ImageKind(*self.shape[1:], self.pixels)
+        _, height, width, channels = self.shape
+        kind = ImageKind(height, width, channels, self.pixels)
+        rows = np.empty((len(chosen), height, width, channels), self.dtype)
         for row, number in zip(rows, chosen, strict=True):
             path = self.paths[int(number)]
             row[...] = read_picture(path, path, kind)
@@ -339,7 +342,7 @@ def images_in_table(file: str | Path, listed: ListedImages | None = None) -> Lab
 
 def table_columns(line: str) -> list[int | None]:
     """The numbers of the columns of paths, classes and parts, by the names in a table's first line."""
-    return _places(line.split(_delimiter(line)))
+    return _places(line.strip().split(_delimiter(line)))
 
 
 def _delimiter(text: str) -> str:
@@ -370,7 +373,7 @@ def _table_lines(file: Path) -> tuple[list[TableLine], list[str]]:
     if len(rows) < 2:
         raise UsageError(f"{file}: the table has no rows")
     head, places = rows[0][1], _places(rows[0][1])
-    if places[0] is None and len(head) == 2 and (file.parent / head[0]).is_file():  # no line with names
+    if places[0] is None and len(head) == 2 and os.path.isfile(file.parent / head[0]):  # no line with names
         places, head = [0, 1, None], []
     elif None in places[:2]:
         raise UsageError(
@@ -385,7 +388,8 @@ def _table_lines(file: Path) -> tuple[list[TableLine], list[str]]:
             raise UsageError(f"{where}: there is no {'class' if path else 'path'}")
         if classes.setdefault(path, name) != name:
             raise UsageError(f"{where}: {path} is of class {name!r} here, but of {classes[path]!r} in a line before")
-        if not (file.parent / path).is_file():
-            raise UsageError(f"{where}: there is no file {file.parent / path}")
+        with reading(f"{where}: the path cannot be used"):  # too long, or with a byte of zero
+            if not (file.parent / path).is_file():
+                raise UsageError(f"{where}: there is no file {file.parent / path}")
         lines.append(TableLine(where, file.parent / path, name, split.lower()))
     return lines, [name for place, name in enumerate(head) if place not in places]

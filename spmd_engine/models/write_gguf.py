@@ -29,7 +29,7 @@ def gguf_facts(shape: DecoderConfig) -> tuple[dict[str, Any], dict[str, list[flo
     family = FAMILIES[shape.family]
     if not family.gguf.architecture:
         raise UsageError(f"llama.cpp has no architecture for a {shape.family}; export it as huggingface")
-    shape = _explicit(shape)
+    shape, head_width = _explicit(shape), _head_width(shape)
     rms = {**family.usual(shape.width), **family.implied}.get("norm", "rms") == "rms"
     facts: dict[str, Any] = {
         "block_count": shape.layers,
@@ -43,8 +43,8 @@ def gguf_facts(shape: DecoderConfig) -> tuple[dict[str, Any], dict[str, list[flo
     }
     if family.implied:
         facts.pop("attention.head_count_kv")
-    if shape.head_width * shape.heads != shape.width:
-        facts |= {"attention.key_length": shape.head_width, "attention.value_length": shape.head_width}
+    if head_width * shape.heads != shape.width:
+        facts |= {"attention.key_length": head_width, "attention.value_length": head_width}
     facts |= {name: value for field, name in family.gguf.values.items() if (value := getattr(shape, field)) is not None}
     tensors = {}
     if family.rope is not None:
@@ -63,14 +63,16 @@ def gguf_facts(shape: DecoderConfig) -> tuple[dict[str, Any], dict[str, list[flo
     return {"general.architecture": kind} | {f"{kind}.{name}": value for name, value in facts.items()}, tensors
 
 
+def _head_width(shape: DecoderConfig) -> int:
+    return shape.head_width or shape.width // shape.heads
+
+
 def _explicit(shape: DecoderConfig) -> DecoderConfig:
-    return shape.changed(
-        key_value_heads=shape.key_value_heads or shape.heads, head_width=shape.head_width or shape.width // shape.heads
-    )
+    return shape.changed(key_value_heads=shape.key_value_heads or shape.heads, head_width=_head_width(shape))
 
 
 def _rotary_facts(shape: DecoderConfig) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    rotary, rotated = shape.rotary, round(shape.rotary.part * shape.head_width)
+    rotary, rotated = shape.rotary, round(shape.rotary.part * _head_width(shape))
     facts: dict[str, Any] = {"rope.dimension_count": rotated, "rope.freq_base": rotary.theta}
     if rotary.scaling == "llama3" and shape.family in _WITH_FREQUENCIES:
         plain = rotary.changed(scaling="none").frequencies(rotated // 2)
@@ -92,7 +94,8 @@ def _expert_facts(shape: DecoderConfig) -> dict[str, Any]:
     assert mixture is not None
     hidden = mixture.hidden or shape.hidden
     facts = {"expert_count": mixture.experts, "expert_used_count": mixture.router.top_k}
-    if FAMILIES[shape.family].experts.hidden is not None:
+    experts = FAMILIES[shape.family].experts
+    if experts is not None and experts.hidden is not None:
         facts["expert_feed_forward_length"] = hidden
     if mixture.shared:
         facts["expert_shared_feed_forward_length"] = mixture.shared * hidden
@@ -128,7 +131,7 @@ def check_gguf(
         found = config_of_gguf(GGUF(dict(facts), dict(tensors)), where)
     except CheckpointError as error:
         raise UsageError(f"{error}; export it as huggingface") from error
-    for difference in _differences("", expected := _explicit(shape), _explicit(found), expected.head_width):
+    for difference in _differences("", _explicit(shape), _explicit(found), _head_width(shape)):
         raise UsageError(f"{where}: its {difference}; export it as huggingface")
 
 

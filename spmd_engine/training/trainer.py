@@ -217,6 +217,18 @@ class Trainer:
                 return f"the {name} on rank {', '.join(ranks)} have values that are not finite: mend the data"
         return ""
 
+    def pack(self, engine: ShardedEngine) -> tuple[Any, dict[str, Any]]:
+        """The scalars that move with the engine to another mesh: see ``MovingState``."""
+        scale = self.loss_scale.as_json() if self.loss_scale else None
+        return {"step": self.steps_done, "skipped": self.skipped_in_a_row, "loss_scale": scale}, {}
+
+    def unpack(self, engine: ShardedEngine | None, facts: Sequence[Any], whole: Any) -> dict[str, Any]:
+        """Continue from the scalars of the old mesh, also on a rank that had no place there."""
+        self.steps_done, self.skipped_in_a_row = facts[0]["step"], facts[0]["skipped"]
+        if self.loss_scale:
+            self.loss_scale.restore(facts[0]["loss_scale"])
+        return {}
+
     def run(self, steps: int) -> Iterator[StepReport]:
         """Make steps until ``steps`` are done in all, or until a signal: each when its report is taken."""
         if not hasattr(steps, "__float__"):

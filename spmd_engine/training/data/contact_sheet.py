@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import read_text, reading
+from spmd_engine.foreign import reading
 from spmd_engine.formats.array_files import npz_names
 from spmd_engine.formats.image_files import is_table, table_columns
 from spmd_engine.formats.parquet_images import MAGIC, is_of_images, parquet_files
@@ -19,6 +19,7 @@ from spmd_engine.training.data.images import IDX_NAMES, NPZ_NAMES, ImageRows, Im
 CLASSES = 20  #: the most classes with a row
 _ENDINGS = {".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm"}
 _LOOKED_AT = 200  # files of a folder whose names show whether it holds images
+_LONGEST_LINE = 1 << 16  # bytes of a table's line of names
 _MARGIN, _LINE, _FONT = 4, 18, 13  # pixels
 
 
@@ -32,11 +33,13 @@ def holds_images(path: str | Path) -> bool:
             return is_of_images(files[0])
         names = [file for file, _ in zip(path.rglob("*.*"), range(_LOOKED_AT), strict=False) if file.is_file()]
         return 2 * sum(name.suffix.lower() in _ENDINGS for name in names) > len(names)
-    if is_table(path):
-        with reading(f"{path} cannot be read as a table"):
-            return None not in table_columns(read_text(path).partition("\n")[0])[:2]
+    if not path.is_file():  # a pipe is read once
+        return False
     with reading(f"{path} cannot be read"), path.open("rb") as file:
-        content = file.read(len(MAGIC))
+        content = file.readline(_LONGEST_LINE)
+    if is_table(path):
+        return None not in table_columns(content.decode("utf-8-sig", errors="replace"))[:2]
+    content = content[: len(MAGIC)]
     if content == MAGIC:
         return is_of_images(path)
     return content[:2] == b"PK" and any({*npz_names(path)}.issuperset(pairs[0]) for pairs in NPZ_NAMES)
