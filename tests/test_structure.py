@@ -242,7 +242,7 @@ ROOMS = {
         adaptive/candidates.py axes.py checkpoints/load_in_place.py cli/plan/page.py comm/views.py
         engine/parallel_config.py engine/state/assignment.py engine/state/engine_state.py engine/uneven_stages.py
         models/layouts.py planning/dry_run/analyze.py planning/dry_run/model_shards.py planning/dry_run/rank_classes.py
-        planning/dry_run/step_analysis.py planning/search/neighbours.py planning/search/plan_search.py
+        planning/search/neighbours.py planning/search/plan_search.py
         planning/search/search_space.py planning/search/shares.py
         """,
     ),
