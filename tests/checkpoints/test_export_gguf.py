@@ -107,9 +107,7 @@ def test_numbers_beyond_float16_are_refused_by_name(tmp_path):
     tensors["model.layers.1.mlp.fc1.weight"] = tensors["model.layers.1.mlp.fc1.weight"] * 1e6
     save_file(tensors, tmp_path / "phi" / "model.safetensors")
     pretrained = Pretrained(tmp_path / "phi")
-    with pytest.raises(
-        UsageError, match="blk.1.ffn_up.weight has a number of magnitude .*: export bfloat16"
-    ):
+    with pytest.raises(UsageError, match="blk.1.ffn_up.weight has a number of magnitude .*: export bfloat16"):
         export_gguf(pretrained, pretrained.shape, tmp_path / "out.gguf", dtype="float16")
     export_gguf(pretrained, pretrained.shape, tmp_path / "out.gguf", dtype="bfloat16")
 
