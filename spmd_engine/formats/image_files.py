@@ -27,6 +27,7 @@ BACKGROUND = (255, 255, 255, 255)  #: white, behind what is transparent
 _GREY, _COLOUR = {"1", "L", "LA", "La"}, {"P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"}
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that exchange height and width
 _ORIENTATION, _WHITE_IS_ZERO = 274, (262, 0)  # a tag of EXIF; a tag of TIFF and its value
+_SIZE_OF_TIFF = 256, 257  # tags of width and height
 
 
 # --- One image
@@ -62,7 +63,7 @@ def _dtype(image: Any) -> str:
         return "uint8"
     if image.format == "TIFF" and image.tag_v2.get(_WHITE_IS_ZERO[0]) == _WHITE_IS_ZERO[1]:
         raise ValueError(f"white is 0 in its pixels of mode {image.mode}; save it with black as 0")
-    if image.mode.startswith("I;16") or image.mode == "I" and image.format == "PPM":
+    if image.mode.startswith("I;16") or image.mode == "I" and image.format in ("PPM", "PNG"):  # at most 16 bits
         return "uint16"
     if image.mode == "F":
         return "float32"
@@ -70,10 +71,12 @@ def _dtype(image: Any) -> str:
 
 
 def _upright_size(image: Any) -> tuple[int, int]:
-    """Height and width as the orientation in EXIF says, without reading pixels; Pillow applies that of a TIFF."""
+    """Height and width as the orientation in EXIF says, without reading pixels."""
     exif = import_module("PIL.Image").Image.getexif(image)  # not a PNG's own method, which reads the pixels
-    is_turned = image.format != "TIFF" and exif.get(_ORIENTATION) in _TURNED
-    return (image.width, image.height) if is_turned else (image.height, image.width)
+    width, height = image.size
+    if image.format == "TIFF":  # some versions of Pillow have turned the size already
+        width, height = (image.tag_v2[tag] for tag in _SIZE_OF_TIFF)
+    return (width, height) if exif.get(_ORIENTATION) in _TURNED else (height, width)
 
 
 def _pixels(image: Any, kind: ImageKind) -> np.ndarray:

@@ -117,7 +117,8 @@ def read_one(tmp_path, picture, name="a.png"):
 @pytest.mark.parametrize("name", ["a.png", "a.tif", "a.pgm"])
 def test_grey_of_16_bits_is_read_as_it_is(tmp_path, name):
     grey = np.random.default_rng(2).integers(0, 1 << 16, (4, 6)).astype(np.uint16)
-    pixels = read_one(tmp_path, Image.fromarray(grey), name)
+    pgm = b"P5 6 4 65535\n" + grey.astype(">u2").tobytes()
+    pixels = read_one(tmp_path, pgm if name == "a.pgm" else Image.fromarray(grey), name)
     assert pixels.dtype == np.uint16
     np.testing.assert_array_equal(pixels[..., 0], grey)
 
