@@ -239,7 +239,7 @@ KINDS = {
     ),
     "jpeg": Kind(picture_file("jpg"), lambda path: read_images(path.parents[1])),
     "tiff": Kind(picture_file("tif"), lambda path: read_images(path.parents[1])),
-    "table": Kind(image_table, lambda path: find_images(str(path)).y.tolist(), JSON[:2]),
+    "table of images": Kind(image_table, lambda path: find_images(str(path)).y.tolist(), JSON[:2]),
 } | {
     f"config of {family}": Kind(
         copied(GOLDEN / "decoders" / family, "config.json"), lambda path: len(Pretrained(path.parent)), JSON

@@ -74,7 +74,7 @@ class ParameterStore:
                 backend,
                 storage.compress,
                 self.places.zeros,
-                sum_over_stages(group, described, mesh, layout, storage, dtype) if trained else None,
+                sum_over_stages(group, described, mesh, layout, storage, dtype),
             )
             for group, table in zip(assignment.groups, tables, strict=True)
         ]

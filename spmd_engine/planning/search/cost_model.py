@@ -69,11 +69,11 @@ class CostModel:
         sequence: int | None = None,
         optimizer: Optimizer | None = None,
         base: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
-        overlap: bool = True,
+        hides_sums: bool = True,
     ) -> None:
-        """``overlap``: whether the reduction of gradients overlaps with the last backward, as in the engine."""
+        """``hides_sums``: whether gradients are reduced while the last backward runs, as in the engine."""
         self.model, self.machine, self.sequence, self.base = model, machine, sequence, base
-        self.dtype, self.optimizer, self.overlap = dtype_of(dtype), optimizer or AdamW(), overlap
+        self.dtype, self.optimizer, self.hides_sums = dtype_of(dtype), optimizer or AdamW(), hides_sums
         self.states = len(self.optimizer.kinds)  #: arrays of optimizer state per parameter
         self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
         self.small, self.like = reduced(model)
