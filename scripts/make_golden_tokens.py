@@ -85,7 +85,7 @@ def sentence_piece(form="older", rstrip=()):
     made.train_from_iterator(texts_to_learn(), trainer)
     described = json.loads(made.to_str())
     described["model"] |= {"byte_fallback": True, "fuse_unk": True}
-    described["added_tokens"] = described["added_tokens"][:3]
+    described["added_tokens"] = [each | {"rstrip": each["content"] in rstrip} for each in described["added_tokens"][:3]]
     described["pre_tokenizer"] = None
     if form == "newer":
         described |= {"normalizer": None}
@@ -146,7 +146,7 @@ def with_begin(tokenizer, token, end=""):
     return tokenizer
 
 
-PHI3 = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+PHI3 = ["</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 TOKENIZERS = {
     "byte level": byte_level(),
     "byte level, NFC": byte_level(normalizer=tokenizers.normalizers.NFC()),

@@ -17,12 +17,11 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import DEPTH, MOST_BYTES, bounded, parse_json, reading
+from spmd_engine.foreign import MOST_BYTES, bounded, parse_json, reading, reason
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +35,7 @@ Columns = Mapping[str, str]  #: the names of columns or keys, by what they hold:
 EMPTY, NO_ANSWER = "empty", "without an answer"  #: why a row is left out
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A document: a text, a prompt with its completion, or a conversation."""
 
     text: str = ""
@@ -236,7 +234,7 @@ def _opened(name: str) -> Iterator[Any]:
         try:
             yield file
         except UnicodeDecodeError as error:
-            raise _no_utf8(name, error) from None
+            raise (_no_utf8(name, error) if error.encoding == "utf-8" else error) from None
 
 
 def _gunzip(file: BinaryIO) -> Any:
@@ -356,8 +354,6 @@ def _refused(name: str, encoding: str | None) -> UsageError:
 def _no_utf8(name: str, error: UnicodeDecodeError) -> UsageError:
     """The error for a file with a byte that is no UTF-8, by the bytes around it."""
     content, at = error.object, error.start
-    if error.encoding != "utf-8":
-        return UsageError(f"{name} is damaged: byte {at:,} of it is no {error.encoding.upper()}")
     sample = content[at & ~3 : (at & ~3) + _SAMPLE]
     text = sample.decode(errors="surrogateescape")
     odd = sum("\udc80" <= character <= "\udcff" for character in text)
@@ -399,12 +395,20 @@ def _json_lines(
 
 def _parsed(line: bytes, where: str) -> Any:
     text = line.decode()
-    with reading(f"{where}: this line cannot be read as JSON"):
-        content = json.loads(text) if text.count("{") + text.count("[") < DEPTH else parse_json(text)
-        if "\\u" in text and _SURROGATE.search(text):  # perhaps a lone surrogate, which is no character
-            text = json.dumps(content, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
-            content = json.loads(text.decode("utf-16-le", "replace"))
+    try:
+        content = _bounded(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: this line cannot be read as JSON: {reason(error)}") from error
+    if "\\u" in text and _SURROGATE.search(text):  # perhaps a lone surrogate, which is no character
+        pairs = json.dumps(content, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+        content = json.loads(pairs.decode("utf-16-le", "replace"))
     return content
+
+
+def _bounded(content: Any) -> Any:
+    """``bounded``; most rows have only texts and numbers."""
+    is_flat = type(content) is dict and not any(type(value) in (dict, list) for value in content.values())
+    return content if is_flat else bounded(content)
 
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -445,7 +449,7 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
             if len(held) > MOST_BYTES:
                 raise UsageError(f"{where}: it has more than {MOST_BYTES:,} bytes") from None
             continue
-        value = bounded(value)
+        value = _bounded(value)
         if not in_array and not number and not columns and not _kind(value) and not file.peek(1) and not held[end:]:
             value = _as_text(value, held, name)
         number += 1
@@ -541,6 +545,10 @@ def parse_columns(text: str | None) -> dict[str, str] | None:
 
 def document_of(content: Any, where: str, columns: Columns | None = None, source: str = "") -> Document:
     """The document in a row of ``source``. Raises UsageError, naming ``where``, for a row that is none."""
+    if not columns and isinstance(content, dict) and content.keys() & _KNOWN == {"text"}:  # most rows
+        text = content["text"]
+        if text and isinstance(text, str):
+            return Document(text, source=source, where=where)
     place = {"source": source, "where": where}
     found = _fields(content, where, columns)
     kinds = _kinds(found)
@@ -589,8 +597,6 @@ def _fields(content: Any, where: str, columns: Columns | None) -> dict[str, Any]
         names: Mapping[str, Sequence[str]] = {role: (name,) for role, name in columns.items()}
     else:
         names = USUAL
-    if not columns and content.keys() & _KNOWN == {"text"}:  # most rows
-        return {"text": content["text"]}
     found: dict[str, Any] = {}
     for role, usual in names.items():
         for name in usual:

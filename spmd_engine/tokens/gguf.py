@@ -29,7 +29,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
     library = tokenizers_library()
     with reading(f"{where} describes no tokenizer", "; download the file again"):
         kind = metadata.get("tokenizer.ggml.model")
-        is_phi3 = re.search("phi-?3", str(metadata.get("general.name")).lower()) is not None
+        is_phi3 = re.search("phi[- ]?3", str(metadata.get("general.name")).lower()) is not None
         tokens = _field(metadata, "tokens", where)
         types = list(metadata.get("tokenizer.ggml.token_type", [1] * len(tokens)))
         vocabulary = {token: number for number, token in enumerate(tokens)}

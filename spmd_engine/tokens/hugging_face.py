@@ -52,8 +52,9 @@ class JsonTokenizer(Tokenizer):
                 named = self._inner.id_to_token(token) if isinstance(token, int) else token
                 if named is not None and self._inner.token_to_id(named) is not None:
                     self.special.setdefault(name, named)
-            known = [each for each in self.special.values() if self._inner.token_to_id(each) is not None]
-            self._inner.add_special_tokens(list(dict.fromkeys(known)))  # no text is split into a part of one
+            added = {each.content for each in self._inner.get_added_tokens_decoder().values()}
+            known = {each for each in self.special.values() if self._inner.token_to_id(each) is not None}
+            self._inner.add_special_tokens(sorted(known - added))  # then no text is split into parts of one
             end = self.special.get("eos_token")
             self.separator = self.end = self._inner.token_to_id(end) if end is not None else None
             if around:

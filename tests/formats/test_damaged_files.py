@@ -1,5 +1,6 @@
 """Damaged files of every kind that others write: each is read, or is one clear error that names the file."""
 
+import gzip
 import json
 import shutil
 import zipfile
@@ -155,13 +156,41 @@ def read_images(path):
 
 JOB = TrainConfig.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts").as_json()
 LINES = "".join(json.dumps(each) + "\n" for each in ({"text": "a"}, {"prompt": "b", "completion": "c"}) * 3)
+ROWS = [{"text": f'n\u00famero {number}, "quoted"\n'} for number in range(9)]
+
+
+def read_documents(path):
+    return [each.content() for each in documents(find_files([str(path)]), 0, 1 << 60, 1 << 60)]
+
+
+def text_of_rows(name, content):
+    def write(folder):
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def parquet_table(folder):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(ROWS), folder / "x.parquet")
+    return folder / "x.parquet"
+
+
 KINDS = {
     "job": Kind(text_file("x.json", json.dumps(JOB)), TrainConfig.read, JSON),
     "documents": Kind(
         text_file("x.jsonl", LINES),
-        lambda path: list(documents(find_files([str(path)]), 0, 1 << 60, 1 << 60)),
+        read_documents,
         JSON[:2],
     ),
+    "array": Kind(text_file("x.json", json.dumps(ROWS)), read_documents, JSON),
+    "table": Kind(
+        text_file("x.csv", "id,text\n" + "".join(f'{n},"{n} ""a"""\n' for n in range(9))), read_documents
+    ),
+    "utf-16": Kind(text_of_rows("x.txt", ("n\u00famero \U0001f642\n" * 50).encode("utf-16")), read_documents),
+    "packed": Kind(text_of_rows("x.jsonl.gz", gzip.compress(json.dumps(ROWS[0]).encode())), read_documents),
+    "parquet": Kind(parquet_table, read_documents),
     "adapter": Kind(
         copied(GOLDEN / "adapter" / "llama", "adapter_config.json"), lambda path: adapter_options(path.parent), JSON
     ),

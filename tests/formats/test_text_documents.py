@@ -182,7 +182,7 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
 )
 def test_a_row_is_a_document_by_the_usual_names(tmp_path, row, expected):
     (found,) = read(write(tmp_path, "x.jsonl", lines([row])))
-    changed = {name: value for name, value in vars(found).items() if value and name not in ("source", "where")}
+    changed = {name: value for name, value in found._asdict().items() if value and name not in ("source", "where")}
     assert changed == expected
     assert found.where == f"{tmp_path / 'x.jsonl'}, at byte 0"
 
