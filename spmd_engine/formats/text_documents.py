@@ -458,11 +458,15 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
         yield where, value
 
 
+#: Keys under which data sets have their rows.
+_LISTS = ("data", "dataset", "documents", "examples", "instances", "items", "records", "rows", "train")
+
+
 def _as_text(value: Any, text: str, name: str) -> Any:
     """The text of a JSON file without documents; raises UsageError if they are in a list in it."""
     if isinstance(value, Mapping):
         for key, rows in value.items():
-            if isinstance(rows, list) and rows and _kind(rows[0]):
+            if isinstance(rows, list) and rows and (_kind(rows[0]) or (key in _LISTS and isinstance(rows[0], Mapping))):
                 raise UsageError(f"{name}: its documents are the list {key!r}; write that list alone to a file")
     logger.warning("%s has no documents, and is read as plain text", name)
     return {"text": text}
@@ -524,7 +528,7 @@ USUAL = {
     "prompt": ("prompt", "question"),
     "completion": ("completion", "response", "answer"),
     "instruction": ("instruction",),
-    "input": ("input",),
+    "input": ("input", "context"),
     "output": ("output", "response"),
     "text": ("text", "content"),
     "tools": ("tools",),

@@ -160,6 +160,10 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
         ({"question": "a", "answer": "b"}, {"prompt": "a", "text": "b"}),
         ({"instruction": "a", "input": "", "output": "b"}, {"prompt": "a", "text": "b", "is_instruction": True}),
         ({"instruction": "a", "input": "c", "output": "b"}, {"prompt": "a\n\nc", "text": "b", "is_instruction": True}),
+        (
+            {"instruction": "a", "context": "c", "response": "b"},
+            {"prompt": "a\n\nc", "text": "b", "is_instruction": True},
+        ),
         ({"messages": CHAT}, {"messages": CHAT}),
         ({"text": "", "messages": CHAT}, {"messages": CHAT}),
         ({"text": "a", "messages": CHAT}, {"messages": CHAT, "notice": "text beside messages, not read"}),
@@ -202,6 +206,7 @@ def test_a_row_is_a_document_by_the_usual_names(tmp_path, row, expected):
         ("x.json", '[{"text": "a"}, {"te', "item 2: it cannot be read as JSON"),
         ("x.json", '[{"text": "a"}]]', "after the end of its array"),
         ("x.json", '{"version": 1, "data": [{"text": "a"}]}', "its documents are the list 'data'"),
+        ("x.json", '{"data": [{"title": "a"}]}', "its documents are the list 'data'"),
         ("x.csv", "text,id\na,b,c\n", "line 2: 3 columns, but the first line names 2"),
         ("x.csv", 'text,id\n"a,b\n', "line 2: unexpected end of data"),
         ("x.csv", "title,id\na,b\n", "it has title, id: name what to read"),

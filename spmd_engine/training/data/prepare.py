@@ -207,8 +207,7 @@ def _encoded(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple
         elif not document.is_text:
             yield from of_waiting()
             encoded = encoded_document(document, tokenizer)
-            if document.tools and "tools" not in (tokenizer.chat_template or ""):
-                document = document._replace(notice="tools, which the chat template does not write")
+            document = document._replace(notice=encoded.notice or document.notice)
             yield document, [(np.array(encoded.tokens, dtype), encoded.learnt)]
         elif document.file is not None or len(document.text) > TOGETHER:
             yield from of_waiting()
