@@ -207,31 +207,25 @@ ROOMS = {
         """,
     ),
     "helper ranks": (
-        r"helper|helped|order_to_help|parse_assign",
+        r"helper|helped|parse_assign|assigned_layers|follow_orders|AssignedLayers",
         """
-        adaptive/shape_changes.py cli/analyze.py cli/options.py cli/verify.py comm/mesh.py engine/helper_job.py
-        engine/helpers.py engine/parallel_config.py jobs/resolve.py jobs/run_job.py observability/shardings.py
-        planning/dry_run/analyze.py planning/dry_run/recorder.py planning/dry_run/shaped_mesh.py
-        planning/plan_result.py planning/planner.py planning/search/neighbours.py planning/search/plan_search.py
-        planning/search/search_space.py planning/simulator/step_evaluation.py training/trainer.py
+        cli/verify.py engine/build.py engine/helpers.py engine/layered.py engine/parallel_config.py
+        engine/reshape.py engine/state/engine_state.py planning/dry_run/analyze.py training/run.py
         """,
     ),
     "idle ranks": (
-        r"IdleRanks|is_idle|Dismissed|mesh_without|is_placed|waits?_outside",
+        r"is_idle|is_placed|OtherRanks|mesh_beside",
         """
-        adaptive/migration.py adaptive/shape_changes.py cli/eval.py cli/generate.py cli/options.py
-        comm/agreement/rank_zero.py comm/mesh.py engine/inference.py engine/layered.py engine/reshape.py
-        engine/state/engine_state.py jobs/joined_run.py jobs/resolve.py training/run.py training/workload.py
+        adaptive/migration.py adaptive/shape_changes.py comm/mesh.py comm/other_ranks.py engine/layered.py
+        engine/reshape.py engine/state/engine_state.py jobs/resolve.py
         """,
     ),
     "overlapping layers": (
         r"overlap_layers|overlaps|within_overlap|parse_overlap|_overlap_of|^Overlap$",
         """
-        adaptive/advisor.py adaptive/candidates.py adaptive/shape_changes.py comm/blocks.py
-        comm/transports/shared_memory.py engine/parallel_config.py engine/reshape.py engine/state/assignment.py
-        planning/dry_run/analyze.py planning/search/cost_model.py planning/search/estimate.py
-        planning/search/layer_costs.py planning/search/plan_search.py planning/search/search_space.py
-        tokens/long_text.py
+        adaptive/advisor.py adaptive/candidates.py engine/parallel_config.py
+        engine/reshape.py engine/state/assignment.py planning/search/estimate.py planning/search/layer_costs.py
+        planning/search/plan_search.py planning/search/search_space.py
         """,
     ),
     "half precision": (

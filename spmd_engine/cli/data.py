@@ -6,11 +6,14 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
 
 from spmd_engine.cli.options import open_mesh, takes_job
+from spmd_engine.cli.show_images import print_images
+from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending
@@ -19,10 +22,11 @@ from spmd_engine.formats.token_file import TokenFile, is_token_file, open_token_
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
+from spmd_engine.training.data.contact_sheet import holds_images
 from spmd_engine.training.data.prepare import FileSummary, encoded_document, prepare_with_summary
 from spmd_engine.training.data.token_data import check_digests
 
-BYTES = "bytes"
+BYTES, SHEET = "bytes", "contact-sheet.png"
 
 
 @click.group(short_help="Encode a corpus once, as a file of tokens.")
@@ -119,23 +123,31 @@ _ALL = 1 << 62  #: more bytes than files have
 @data.command()
 @click.argument("path")
 @click.option("--model", metavar="PATH", default=BYTES, show_default=True, help="As --tokenizer of 'data prepare'.")
-@click.option("-n", "count", type=click.IntRange(min=1), default=5, show_default=True, help="Documents of each kind.")
+@click.option(
+    "-n", "count", type=WholeRange(1, 100), default=5, show_default=True, help="Documents of each kind, or images."
+)
+@click.option("--output", metavar="FILE", default=SHEET, show_default=True, help="Contact sheet of images to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print an object a line for each document, with all its tokens.")
 @columns_option
-def show(path: str, model: str, count: int, as_json: bool, columns: str | None) -> None:
+def show(path: str, model: str, count: int, output: str, as_json: bool, columns: str | None) -> None:
     """Print the first documents of each kind in a file, a folder or a file of tokens, as the model will see them.
+
+    For a data set of images: print its classes, and write the first images of each as the model will see them. What is
+    not read is printed, too, with the reason.
 
     Tokens are separated by |. Those that are learnt stand on lines with ">", and are green in a terminal; the others
     are read only. A line break in a token is shown as \\n. The tokens that begin and end a document are among them.
     """
     if launcher_rank() > 0:
         return
-    named = parse_columns(columns)
-    shown = _in_token_file(path, count) if is_token_file(path) else _in_texts(path, model, count, named)
-    number = 0
-    for number, document in enumerate(shown, 1):
+    if Path(path).exists() and holds_images(path):
+        print_images(path, count, output, as_json)
+        return
+    named, found = parse_columns(columns), False
+    for document in _in_token_file(path, count) if is_token_file(path) else _in_texts(path, model, count, named):
+        found = True
         click.echo(json.dumps(document, ensure_ascii=False) if as_json else "\n".join(_as_lines(document)))
-    if not number:
+    if not found:
         raise UsageError(f"{path}: there is nothing to read in it")
 
 

@@ -16,12 +16,11 @@ import click
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.cli.values import Choice, WholeNumber
 from spmd_engine.comm.device_transport import choose_transport
-from spmd_engine.comm.mesh import Mesh, mesh_without
+from spmd_engine.comm.mesh import Mesh
 from spmd_engine.configuration import ConfigField, Configuration, settings_of
 from spmd_engine.engine import ModelConfig, ParallelConfig
-from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.errors import UsageError
-from spmd_engine.jobs.resolve import job_of_options
+from spmd_engine.jobs.resolve import job_of_options, mesh_of
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS, has_weights, other_meaning
 from spmd_engine.models.user_code import file_of, is_code, not_permitted, shown, with_arguments
@@ -57,6 +56,9 @@ class SettingOption(click.Option):
 def rare_option(*flags: str, **options: Any) -> Callable:
     """An option of a command alone that is not on the first page of its help."""
     return click.option(*flags, cls=SettingOption, **options)
+
+
+FILE = click.Path(dir_okay=False, path_type=Path)  #: of an option that names a file to write
 
 
 class LongCommand(click.Command):
@@ -306,20 +308,19 @@ def model_on(axes: Mapping[str, int], job: TrainConfig) -> tuple[Model, Parallel
     return model, composition
 
 
-def open_mesh(job: TrainConfig, axes: Mapping[str, int] | None = None, *, helped: bool = False) -> Mesh:
+def open_mesh(job: TrainConfig, axes: Mapping[str, int] | None = None, *, beside: bool = False) -> Mesh:
     """The mesh of a job, over all ranks, with its libraries of products and its transport; ``axes`` if it has no mesh.
-    ``helped``: whether some ranks may be helper ranks, which are not on it.
+    ``beside``: whether some ranks may be helper ranks, which are not on it.
 
     Prints notices of a library that cannot be used, and of how arrays on devices travel.
     """
-    helpers = helper_ranks(job.composition.assigned)
-    if helpers and not helped:
+    others = job.composition.ranks_outside
+    if others and not beside:
         raise UsageError(f"--assign {job.composition.assign}: only 'train' and 'verify' have helper ranks; omit it")
-    composition = job.composition
-    mesh = mesh_without(helpers, composition.mesh or axes or {}, order=composition.order, check=job.check)
-    print_notices(choose_products(mesh.group(), job.products, dtype=job.model.dtype, device=job.device))
+    mesh = mesh_of(job, job.composition.mesh or axes or {}, others)
+    print_notices(choose_products(mesh.all_ranks(), job.products, dtype=job.model.dtype, device=job.device))
     backend = get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
-    print_notices(choose_transport(mesh.group(), backend, job.transport))
+    print_notices(choose_transport(mesh.all_ranks(), backend, job.transport))
     return mesh
 
 
@@ -338,8 +339,7 @@ def served_model(job: TrainConfig) -> ModelConfig:
 
 output_option = click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
+    type=FILE,
     help="Write the picture to FILE.svg, or FILE.png (needs Pillow), instead of printing it.",
 )
 

@@ -20,8 +20,9 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.build import build_engine
 from spmd_engine.engine.distributed import check_mesh
-from spmd_engine.engine.helper_job import Helpers, order_to_help, serve_as_helper
+from spmd_engine.engine.helpers import follow_orders
 from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import MappedArray, npz_names, read_npz
@@ -131,15 +132,19 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
     if job.data.micro_batches > MOST_PARTS:
         raise UsageError(f"--micro-batches {job.data.micro_batches}: verify takes at most {MOST_PARTS}")
     emulation = emulated() if job.model.dtype in HALVES else nullcontext()
-    with _open_mesh(job) as mesh, Helpers(mesh) as helpers, emulation:
-        if mesh.is_helper:
-            sys.exit(serve_as_helper(mesh, job.model))
+    with _open_mesh(job) as mesh, mesh.others as others, emulation:
+        if others.have_this:
+            if order := others.take():
+                described = TrainConfig.from_json(order, "the order of rank 0")
+                model = described.model.permitted_by(job.model)
+                follow_orders(build_engine(model, mesh, described.composition, device=job.device))
+            return
         if options["imported"]:
             paths = options["imported"], options["reference"]
             if not verify_import(*paths, mesh, _composition(job, mesh), job.device, options["tolerance"]):
                 sys.exit(1)
             return
-        case = _Case(job, mesh, helpers, options)
+        case = _Case(job, mesh, options)
         if job.strategy:
             report = _verify_page(job.strategy, case)
         elif engine:
@@ -148,8 +153,8 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
             report = _verify_model(case)
         if mesh.rank == 0:
             click.echo(report.verdict)
-    if not report.agrees:
-        sys.exit(1)
+        if not report.agrees:
+            sys.exit(1)
 
 
 class _Case(NamedTuple):
@@ -157,7 +162,6 @@ class _Case(NamedTuple):
 
     job: TrainConfig
     mesh: Mesh
-    helpers: Helpers
     options: dict[str, Any]
 
 
@@ -175,7 +179,7 @@ def _open_mesh(job: TrainConfig) -> Mesh:
     """Open the job's mesh; for a page of strategies, by default a mesh with the axes of that page."""
     if job.strategy and not job.composition.mesh:
         return open_mesh(job, default_axes(strategy_named(job.strategy), world().size))
-    return open_mesh(job, helped=True)
+    return open_mesh(job, beside=True)
 
 
 def _verify_model(case: _Case) -> Report:
@@ -190,7 +194,8 @@ def _verify_model(case: _Case) -> Report:
     given = with_shape(job.model, mesh.group())
     model = given if half else given.changed(dtype="float64")
     engine = engine_of_model(model, mesh, composition, device=job.device)
-    case.helpers.start(order_to_help(model, mesh, composition, job.device), engine.first_owners)
+    if mesh.rank == 0:
+        mesh.others.send(job.changed(model=model, composition=composition).as_json(), mesh.others.ranks)
     plain, axes = ParallelConfig(), {"data": 1}
     if "context" in mesh.axes:  # one device needs no other context method
         plain, axes = ParallelConfig(context_method="gather"), axes | {"context": 1}

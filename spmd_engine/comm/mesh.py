@@ -11,9 +11,10 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.axes import MeshPosition, Over, axes_text, checked_axes, count_ranks, rank_grid
 from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.communicators.threads import current_thread_communicator, solo
+from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.comm.group import Group, Out, Sizes
 from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.other_ranks import OtherRanks
 from spmd_engine.comm.pending import TIMEOUT, Pending
 from spmd_engine.comm.world import world
 from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
@@ -169,9 +170,7 @@ class Mesh(Collectives, MeshPosition):
     Raises MeshError if the sizes do not give the number of ranks, the order names other ranks, or axes have no names.
     """
 
-    outside: Group | None = None  #: for messages with ranks of the world that are not on the mesh: see ``mesh_without``
-    helpers: Sequence[int] = ()  #: these ranks
-    members: Sequence[int] = ()  #: those on the mesh
+    others: OtherRanks  #: the ranks of the job that are not on the mesh, if there are any
 
     def __init__(
         self,
@@ -188,9 +187,11 @@ class Mesh(Collectives, MeshPosition):
         if comm is not None and not isinstance(comm, Communicator):
             raise MeshError(f"Mesh({comm!r}): give axes by name, as in Mesh(data=2, model=2)")
         self.comm = comm if comm is not None else world()
+        self.others = OtherRanks(self.comm)
         self.axes = self.all_axes = checked_axes(axes or {"data": self.comm.size})
         self.ledger = ledger if ledger is not None else Ledger()
-        self._options = {"check": check, "timeout": timeout, "deterministic": deterministic}
+        #: of its groups
+        self.options: dict[str, Any] = {"check": check, "timeout": timeout, "deterministic": deterministic}
         self._groups: dict[tuple, Group] = {}
         self._owned: list[Communicator] = []
         self._validate()
@@ -226,9 +227,9 @@ class Mesh(Collectives, MeshPosition):
             if members == list(range(self.size)):
                 comm = self.comm
             else:
-                comm = self.comm.subset(members, self._options["timeout"])
+                comm = self.comm.subset(members, self.options["timeout"])
                 self._owned.append(comm)
-            group = Group(comm, ",".join(names) or "no axis", self.ledger, **self._options)
+            group = Group(comm, ",".join(names) or "no axis", self.ledger, **self.options)
             group.lowest = members.index(min(members))
             self._groups[names, places] = group
         return self._groups[names, places]
@@ -254,15 +255,16 @@ class Mesh(Collectives, MeshPosition):
         members = part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1)
         return members[members >= 0].tolist()
 
-    @property
-    def is_helper(self) -> bool:
-        """Whether this rank is a helper rank, and alone on its mesh."""
-        return self.outside is not None and self.outside.rank in self.helpers
+    def all_ranks(self, name: str = "world") -> Group:
+        """All ranks of the job, also those that are not on the mesh; ``name`` stands for axes."""
+        if name == "world" and self.comm is self.others.world:
+            return self.group()
+        return Group(self.others.world, name, self.ledger, timeout=self.options["timeout"])
 
     @property
     def checks(self) -> bool:
         """Whether ranks of a node compare their calls."""
-        return bool(self._options["check"])
+        return bool(self.options["check"])
 
     @property
     def activity(self) -> Activity:
@@ -276,9 +278,9 @@ class Mesh(Collectives, MeshPosition):
 
     @property
     def process_on_node(self) -> tuple[int, int]:
-        """The number of this rank's process on its node, and how many there are, helper ranks included: virtual ranks
-        have one."""
-        comm = self.outside.comm if self.outside else self.comm
+        """The number of this rank's process on its node, and how many there are, with those that are not on the mesh:
+        virtual ranks have one."""
+        comm = self.others.world
         if comm.in_one_process:
             return 0, 1
         return list(comm.hosts[: comm.rank]).count(comm.node), list(comm.hosts).count(comm.node)
@@ -335,25 +337,31 @@ class Mesh(Collectives, MeshPosition):
         return draw_mesh(self.all_axes, self.ranks, self.nodes)._repr_html_()
 
 
-def mesh_without(
-    helpers: Sequence[int], axes: Mapping[str, Any], comm: Communicator | None = None, **options: Any
+def mesh_on(ranks: Sequence[int], axes: Mapping[str, Any], others: OtherRanks, **options: Any) -> Mesh | None:
+    """The mesh of these ranks of the world, beside the ``others``; None on one of these. ``options``: of ``Mesh``."""
+    world = others.world
+    if world.rank not in ranks:
+        return None
+    comm = world if len(ranks) == world.size else world.subset(ranks, options.get("timeout", TIMEOUT))
+    mesh = Mesh(comm, **options, **axes)
+    mesh.others = others
+    mesh._owned += [comm] if comm is not world else []
+    return mesh
+
+
+def mesh_beside(
+    ranks: Sequence[int], axes: Mapping[str, Any], comm: Communicator | None = None, **options: Any
 ) -> Mesh:
-    """The mesh of the ranks of the world but the ``helpers``; on one of these, a mesh of itself alone. Messages between
-    both go through ``outside``. ``options`` are those of ``Mesh``. Raises UsageError if the world lacks a rank."""
+    """The mesh of the ranks of the world but these ``ranks``, which are its ``others``; on one of them, a mesh of all
+    ranks. ``options`` are those of ``Mesh``. Raises UsageError if the world lacks a rank."""
     comm = comm if comm is not None else world()
-    if not helpers:
-        return Mesh(comm, **options, **axes)
-    members = [rank for rank in range(comm.size) if rank not in helpers]
-    if max(helpers) >= comm.size:
-        raise UsageError(f"helper rank {max(helpers)}: the job has the ranks 0 to {comm.size - 1}")
-    if axes and count_ranks(axes) != len(members):  # on helper ranks, too
-        raise WrongNumberOfRanks(axes_text(axes), count_ranks(axes), len(members))
-    if comm.rank in helpers:
-        mesh = Mesh(solo(comm.progress))
-    else:
-        mesh = Mesh(comm.subset(members, options.get("timeout", TIMEOUT)), **options, **axes)
-        mesh._owned.append(mesh.comm)
-    given: Any = {name: value for name, value in options.items() if name in ("check", "timeout", "deterministic")}
-    mesh.outside = Group(comm, "helper", mesh.ledger, **given)
-    mesh.helpers, mesh.members = list(helpers), members
+    if ranks and max(ranks) >= comm.size:
+        raise UsageError(f"helper rank {max(ranks)}: the job has the ranks 0 to {comm.size - 1}")
+    if axes and ranks and count_ranks(axes) != comm.size - len(ranks):  # on the other ranks, too
+        raise WrongNumberOfRanks(axes_text(axes), count_ranks(axes), comm.size - len(ranks))
+    others = OtherRanks(comm, ranks, options.get("timeout", TIMEOUT))
+    mesh = mesh_on(others.on_mesh, axes, others, **options)
+    if mesh is None:
+        mesh = Mesh(comm, **{**options, "order": None})
+        mesh.others = others
     return mesh

@@ -7,6 +7,7 @@ from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.helpers import assigned_layers
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
@@ -28,14 +29,20 @@ def build_engine(
 ) -> LayeredEngine:
     """The engine that a composition of a model describes, on this mesh; unless ``drawn``, its parameters are zeros.
 
-    Unless ``placed``, this rank is outside the engine's mesh, and the given one may have any size. Unless ``trained``,
-    the engine is for inference alone, and holds neither gradients nor masters.
+    Unless ``placed``, or if it is one of the mesh's ``others``, this rank is outside the engine's mesh, and the given
+    one may have any size; it then computes the layers that the composition assigns to it.
+    Unless ``trained``, the engine is for inference alone, and holds neither gradients nor masters.
     Raises UsageError if the composition cannot work there.
     """
     engine_model = model.build(composition)
-    if not placed:
+    if not placed or mesh.others.have_this:
         backend = get_backend(device, *mesh.process_on_node)
-        return LayeredEngine(engine_model, mesh, seed=model.seed, dtype=model.dtype, backend=backend, placed=False)
+        outside = LayeredEngine(engine_model, mesh, seed=model.seed, dtype=model.dtype, backend=backend, placed=False)
+        if mesh.others.have_this:
+            outside.assigned = assigned_layers(
+                engine_model, composition, mesh, mesh.others.on_mesh, outside.dtype, backend
+            )
+        return outside
     return LayeredEngine(
         engine_model,
         mesh,

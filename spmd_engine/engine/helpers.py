@@ -1,38 +1,48 @@
 """Helper ranks: ranks of the world outside the mesh that compute some layers of a stage for its ranks, their owners.
 
-The owners keep the weights, their gradients, the optimizer state and the buffers, and run the schedule. For a range of
-layers that is assigned to a helper rank, a ``HelpedChunk`` stands in the chunk of each owner:
+The owners keep the weights, their gradients, the optimizer state and the buffers. A range of layers that is assigned to
+a helper rank is a *part* of its stage's chunk; between two such parts, and at both ends, is one of the owners', perhaps
+without layers. All ranks execute programs on parts as they do on chunks: those of a stage follow from its schedule, and
+a helper rank computes what its stages send, in the order in which they do; ``HelpedPasses`` makes both, and proves that
+they can be executed together.
 
-1. In each step the first owner sends the weights of the range.
+1. Rank 0 orders a pass, and the first owner of each part sends its weights, if they have changed.
 2. In a forward all owners send their samples; the helper rank computes the whole micro-batch, as one device would, with
-   the statistics and routing of all samples, keeps the tape, and sends each owner its rows of the output.
-3. In a backward the same happens with gradients. After the step's last one the helper rank sends the gradients of the
-   weights to the first owner. The reductions among the owners follow as usual.
+   the statistics and routing of all samples, keeps what the backward needs, and sends each owner its rows.
+3. In a backward the same happens with gradients. After the last one the helper rank sends the gradients of the weights
+   to the first owner. The reductions among the owners follow as usual.
 
-All owners make the same calls in the same order, and a helper rank serves the owners of one stage: no wait can cross.
+A pass with a cache is the owners' alone.
 """
 
 from __future__ import annotations
 
-import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from itertools import accumulate, count, pairwise
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import prod
 from string import digits
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.axes import all_positions, axes_text
+from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.pending import wait_for
-from spmd_engine.engine.pipeline import Chunk, Recompute, segments
+from spmd_engine.comm.mesh import Mesh, ranks_by_position
+from spmd_engine.comm.pending import Deferred, Pending
+from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, segments
+from spmd_engine.engine.schedules import schedule as schedules
+from spmd_engine.engine.schedules.timeline import check_programs
 from spmd_engine.engine.state.assignment import BATCH, PIPE
-from spmd_engine.engine.zero.unsharder import tree_of
+from spmd_engine.engine.state.buffers_and_side_outputs import Extras
+from spmd_engine.engine.uneven_stages import Several
+from spmd_engine.engine.zero.reducer import Reducer
+from spmd_engine.engine.zero.unsharder import Unsharder, tree_of
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Documents, Extra, ForwardContext, GradientSums, Layer
 from spmd_engine.models.layouts import layout_for
@@ -41,10 +51,10 @@ from spmd_engine.requirements import Case, requirement
 from spmd_engine.sharding.shards import Shards
 
 if TYPE_CHECKING:
+    from spmd_engine.engine.base import ShardedEngine
     from spmd_engine.engine.parallel_config import ParallelConfig
 
 NONE = "none"  #: an assignment without helper ranks
-_REQUEST = 512  # bytes, of which a request has a multiple: its length must not depend on the digits of a number
 
 
 # --- What is assigned: "block0-1:rank2,head:rank3"
@@ -95,33 +105,14 @@ def parse_assign(text: str | None) -> tuple[Assigned, ...]:
     return tuple(assigned)
 
 
-def stage_of(rank: int, assigned: Sequence[Assigned], model: Model, chunks: Sequence[range], stages: int) -> int:
-    """The stage that a helper rank serves. Raises UsageError if its layers are on several, whose requests could come in
-    any order."""
-    numbers = {number for term in assigned if term.rank == rank for number in term.numbers(model)}
-    served = sorted({chunk % stages for chunk, layers in enumerate(chunks) if numbers & set(layers)})
-    if len(served) > 1:
-        raise UsageError(
-            f"--assign: the layers of rank {rank} are on stages {', '.join(map(str, served))}; a helper rank serves "
-            "one stage: name another rank for the others"
-        )
-    return served[0]
-
-
-def helper_stage(model: Model, axes: Mapping[str, int], composition: ParallelConfig, rank: int) -> int:
-    """The stage that a helper rank serves."""
-    return stage_of(rank, composition.assigned, model, composition.chunks_on(axes, model), axes.get(PIPE, 1))
-
-
 @requirement("assign", nearest="Name other layers, or use other axes", of_model=True)
 def _layers_of_helper_ranks(case: Case) -> None:
-    """layers of one stage for each helper rank, whole on each owner: sharded over samples alone"""
+    """layers that are whole on each owner: sharded over samples alone"""
     options, axes, model = case.options, case.axes, case.model
     taken: set[int] = set()
     for term in options.assigned:
-        helper_stage(model, axes, options, term.rank)
         option, numbers = f"--assign {term.layers}:rank{term.rank}", term.numbers(model)
-        splits = [axis for axis, size in axes.items() if size > 1 and axis not in (*BATCH, PIPE)]
+        splits = [axis for axis, size in axes.items() if size != 1 and axis not in (*BATCH, PIPE)]
         if any("e" in model.layers[number][1].sizes for number in numbers):
             over = ("expert",) if options.expert_axes is None else options.expert_axes
             splits += [axis for axis in over if axes.get(axis, 1) > 1]
@@ -138,210 +129,241 @@ def _layers_of_helper_ranks(case: Case) -> None:
 REQUIREMENTS = (_layers_of_helper_ranks,)
 
 
-def owners_of(stage: int, axes: Mapping[str, int], ranks: Sequence[int]) -> list[int]:
+# --- Parts of chunks, and the programs of all places: stages, and then helper ranks
+
+
+class Part(NamedTuple):
+    """Consecutive layers of a chunk that its owners, or a helper rank, compute."""
+
+    layers: range
+    chunk: int
+    rank: int | None  #: of the helper rank; None: the owners
+
+    def with_next(self) -> Part:
+        """This part with one more layer."""
+        return self._replace(layers=range(self.layers.start, self.layers.stop + 1))
+
+
+def parts_of(chunks: Sequence[range], assigned: Sequence[Assigned], model: Model) -> list[Part]:
+    """The parts of all chunks, in order: those of owners and of helper ranks in turn, the owners' first and last."""
+    helper = {number: term.rank for term in assigned for number in term.numbers(model)}
+    parts = []
+    for chunk, layers in enumerate(chunks):
+        parts.append(Part(range(layers.start, layers.start), chunk, None))
+        for number in layers:
+            rank = helper.get(number)
+            if rank != parts[-1].rank and rank is not None and parts[-1].rank is not None:
+                parts.append(Part(range(number, number), chunk, None))
+            if rank != parts[-1].rank:
+                parts.append(Part(range(number, number), chunk, rank))
+            parts[-1] = parts[-1].with_next()
+        if parts[-1].rank is not None:
+            parts.append(Part(range(layers.stop, layers.stop), chunk, None))
+    return parts
+
+
+@dataclass(frozen=True)
+class HelpedPasses:
+    """The passes through a model whose layers are assigned in part: what each place does, in order."""
+
+    model: Model
+    assigned: Sequence[Assigned]
+    chunks: Sequence[range]
+    stages: int
+    schedule: schedules.Schedule
+    _programs: dict[int, list[schedules.Program]] = field(default_factory=dict)  # by the number of micro-batches
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The parts of the model."""
+        return parts_of(self.chunks, self.assigned, self.model)
+
+    @cached_property
+    def helpers(self) -> list[int]:
+        """The helper ranks, whose places are after those of the stages."""
+        return helper_ranks(self.assigned)
+
+    @cached_property
+    def places(self) -> list[int]:
+        """The place of each part."""
+        return [
+            part.chunk % self.stages if part.rank is None else self.stages + self.helpers.index(part.rank)
+            for part in self.parts
+        ]
+
+    @property
+    def first(self) -> int:
+        """The first part that passes on a gradient: nobody needs that of data."""
+        return int(not self.parts[0].layers and len(self.parts) > 1 and self.parts[1].layers.start == 0)
+
+    def on_place(self, place: int) -> list[int]:
+        """The parts on a place."""
+        return [number for number, of_part in enumerate(self.places) if of_part == place]
+
+    def stage_of(self, part: int) -> int:
+        """The stage that owns a part."""
+        return self.parts[part].chunk % self.stages
+
+    def helped_on(self, stage: int) -> list[int]:
+        """The parts of a stage that helper ranks compute."""
+        return [n for n, part in enumerate(self.parts) if part.rank is not None and part.chunk % self.stages == stage]
+
+    def one_pass(self, kind: type[schedules.Compute], place: int) -> schedules.Program:
+        """Forwards or backwards of one micro-batch."""
+        parts = self.on_place(place)
+        if kind is schedules.Forward:
+            order: list[schedules.Compute] = [kind(0, part) for part in parts]
+        elif place < self.stages:
+            order = [kind(0, part) for part in reversed(parts) if part >= self.first]
+            order += [schedules.MoveGradients(0, part) for part in reversed(self.helped_on(place))]
+        else:
+            order = [each(0, part) for part in reversed(parts) for each in (kind, schedules.MoveGradients)]
+        return schedules.with_transfers(order, len(self.parts) - 1, sends_unfinished=len(order), first=self.first)
+
+    def programs(self, micro_batches: int) -> list[schedules.Program]:
+        """The programs of a step, by place. Raises UsageError if they would wait for each other."""
+        if micro_batches not in self._programs:
+            orders = self._orders(micro_batches)
+            unfinished = self.schedule.sends_unfinished(self.stages, micro_batches) * len(self.parts)
+            about: dict[str, Any] = {"sends_unfinished": unfinished, "first": self.first}
+            made = [schedules.with_transfers(order, len(self.parts) - 1, **about) for order in orders]
+            names = [f"stage {stage}" for stage in range(self.stages)]
+            check_programs(made, self.places, names + [f"helper rank {rank}" for rank in self.helpers])
+            self._programs[micro_batches] = made
+        return self._programs[micro_batches]
+
+    def _orders(self, micro_batches: int) -> list[list[schedules.Compute]]:
+        """What each place computes. In rounds every stage computes what is next, if it has what it needs, and every
+        helper rank what it has had longest."""
+        own = [self.schedule.order(self.stages, micro_batches, stage) for stage in range(self.stages)]
+        waiting = [deque(part for each in order for part in self._on_parts(each)) for order in own]
+        waiting += [deque() for _ in self.helpers]
+        orders: list[list[schedules.Compute]] = [[] for _ in waiting]
+        done: set[tuple[bool, int, int]] = set()  # whether it is a forward; micro-batch and part
+        while any(waiting):
+            ready = [
+                (place, queue)
+                for place, queue in enumerate(waiting)
+                if queue and ((needed := self._needs(queue[0])) is None or needed in done)
+            ]
+            if not ready:
+                stuck = [f"stage {place} at {queue[0]}" for place, queue in enumerate(waiting) if queue]
+                raise UsageError(f"{self.schedule.name}: deadlock with helper ranks: {', '.join(stuck)}")
+            computed = [(place, queue.popleft()) for place, queue in ready]
+            for place, each in computed:
+                orders[place].append(each)
+                if isinstance(each, (schedules.BackwardWeight, schedules.MoveGradients)):
+                    continue
+                is_forward = isinstance(each, schedules.Forward)
+                done.add((is_forward, each.m, each.chunk))
+                after = each.chunk + (1 if is_forward else -1)
+                if 0 <= after < len(self.parts) and self.parts[after].rank is not None:
+                    kinds = (schedules.Forward,) if is_forward else (schedules.Backward, schedules.MoveGradients)
+                    waiting[self.places[after]] += [kind(each.m, after) for kind in kinds]
+        return orders
+
+    def _on_parts(self, compute: schedules.Compute) -> list[schedules.Compute]:
+        """What the owners of a chunk compute on its parts instead of ``compute`` on the chunk."""
+        of_chunk = [number for number, part in enumerate(self.parts) if part.chunk == compute.chunk]
+        own = [number for number in of_chunk if self.parts[number].rank is None]
+        if isinstance(compute, schedules.Forward):
+            return [replace(compute, chunk=number) for number in own]
+        order = [replace(compute, chunk=number) for number in reversed(own) if number >= self.first]
+        if not isinstance(compute, schedules.BackwardInput):
+            order += [schedules.MoveGradients(compute.m, n) for n in reversed(of_chunk) if n not in own]
+        return order
+
+    def _needs(self, compute: schedules.Compute) -> tuple[bool, int, int] | None:
+        """What must be done on another place before."""
+        received = schedules.receive_before(compute, len(self.parts) - 1)
+        if received is None:
+            return None
+        other = schedules.other_end(received)
+        return isinstance(compute, schedules.Forward), other.m, other.chunk
+
+
+def passes_of(model: Model, composition: ParallelConfig, axes: Mapping[str, Any]) -> HelpedPasses:
+    """The passes of a composition on a mesh with these axes."""
+    chunks, schedule = composition.chunks_on(axes, model), composition.schedule_on(axes)
+    return HelpedPasses(model, composition.assigned, chunks, axes.get(PIPE, 1), schedule)
+
+
+def stages_of(term: Assigned, model: Model, axes: Mapping[str, Any], composition: ParallelConfig) -> list[int]:
+    """The stages that own these layers."""
+    numbers, chunks = set(term.numbers(model)), composition.chunks_on(axes, model)
+    return sorted({chunk % axes.get(PIPE, 1) for chunk, layers in enumerate(chunks) if numbers & set(layers)})
+
+
+def owners_of(stage: int, axes: Mapping[str, Any], ranks: Sequence[int]) -> list[int]:
     """The ranks of a stage in the order of their samples; ``ranks`` are those of the mesh by position."""
     places = all_positions(axes)
     return [rank for place, rank in zip(places, ranks, strict=True) if place.coordinates.get(PIPE, 0) == stage]
 
 
-def runs_of(layers: Sequence[int], assigned: Sequence[Assigned], model: Model) -> list[tuple[range, int | None]]:
-    """Consecutive layers, in runs that one helper rank computes, or (None) their owner."""
-    helper = {number: term.rank for term in assigned for number in term.numbers(model)}
-    runs: list[tuple[range, int | None]] = []
-    for number in layers:
-        if runs and runs[-1][1] == helper.get(number):
-            runs[-1] = range(runs[-1][0].start, number + 1), runs[-1][1]
-        else:
-            runs.append((range(number, number + 1), helper.get(number)))
-    return runs
-
-
-# --- Requests: the first message of each exchange
-
-
-def send_request(group: Group, rank: int, content: Mapping[str, Any], channel: int | None = None) -> None:
-    """Send a request, as JSON."""
-    data = json.dumps(content).encode()
-    message = np.full(-(-len(data) // _REQUEST) * _REQUEST, ord(" "), np.uint8)
-    message[: len(data)] = np.frombuffer(data, np.uint8)
-    group.send(rank, message, channel=channel, label="request")
-
-
-def content_of(message: np.ndarray) -> dict[str, Any]:
-    """The content of a request."""
-    return json.loads(message.tobytes())
-
-
-# --- On an owner
-
-
-class AssignedLayers:
-    """The layers of a model on a mesh that helper ranks compute; the mesh must be opened without them."""
-
-    def __init__(self, assign: str | None, model: Model, mesh: Mesh, chunks: Sequence[range]) -> None:
-        self._assigned, self._model, self._mesh = parse_assign(assign), model, mesh
-        #: for each helper rank the rank of its first owner, both of the world
-        self.first_owners: dict[int, int] = {}
-        if helper_ranks(self._assigned) != list(mesh.helpers):
-            raise UsageError(f"assign {assign}: the mesh was opened without the ranks {mesh.helpers}; see mesh_without")
-        for rank in mesh.helpers:
-            stage = stage_of(rank, self._assigned, model, chunks, mesh.axes.get(PIPE, 1))
-            ranks = [mesh.members[number] for number in mesh.ranks.reshape(-1)]
-            self.first_owners[rank] = owners_of(stage, mesh.axes, ranks)[0]
-
-    def chunk(self, layers: Sequence[int], chunk_of: Callable[..., Chunk], backend: Backend) -> Any:
-        """The chunk of these layers, with parts for those that helper ranks compute."""
-        parts = []
-        for run, rank in runs_of(layers, self._assigned, self._model):
-            if rank is None:
-                parts.append(chunk_of(run))
-            else:
-                is_first = self.first_owners[rank] == self._mesh.members[self._mesh.rank]
-                ends = {"group": self._mesh.outside, "rank": rank, "is_first": is_first, "backend": backend}
-                parts.append(chunk_of(run, HelpedChunk, **ends))
-        return ChunkInParts(parts) if any(isinstance(part, HelpedChunk) for part in parts) else parts[0]
-
-
-class HelpedChunk(Chunk):
-    """Consecutive layers that a helper rank computes for the ranks that own their weights.
-
-    For a cache of keys and values, which stays with its owner, the owner computes them itself. Its ledger counts the
-    messages of both ends, since that of the helper rank is not read in a run.
-    """
-
-    def __init__(self, *parts: Any, group: Group, rank: int, is_first: bool, backend: Backend) -> None:
-        """``parts`` are those of Chunk; ``is_first``: whether this rank is the first owner."""
-        super().__init__(*parts)
-        self._group, self._rank, self._is_first, self._backend = group, rank, is_first, backend
-        self._described = {number: self._layers[number][1] for number in self._numbers}
-        self._tickets, self._sent, self._counted = count(), (-1, -1), (-1, 0)
-
-    def _tell(self, **content: Any) -> None:
-        if self._is_first:
-            layers = self._numbers[0], self._numbers[-1] + 1
-            send_request(self._group, self._rank, {"layers": layers, **content})
-            self._count("receive", "request", 0)
-
-    def _send(self, x: Array, label: str) -> None:
-        self._group.send(self._rank, x, label=label)
-        self._count("receive", label, 0)
-
-    def _receive(self, label: str) -> Any:
-        x = self._group.receive(self._rank, like=self._backend, label=label)
-        self._count("send", label, x.nbytes)
-        return x
-
-    def _count(self, operation: str, label: str, sent: int) -> None:
-        """Count the call of the helper rank."""
-        self._group.ledger.record((operation, self._group.axes, label), sent, sent)
-
-    def forward(self, x: Array, ctx: ForwardContext) -> tuple[Array, Any]:
-        """As ``Chunk.forward``."""
-        if ctx.cache is not None or ctx.wanted is not None:
-            return super().forward(x, ctx)
-        version = self._unsharder.changes, self._reducer.steps
-        arrays = {"samples": ctx.samples, "mask": ctx.mask}
-        if ctx.documents is not None:
-            arrays |= {"numbers": ctx.documents.numbers, "starts": ctx.documents.starts}
-        arrays = {name: array for name, array in arrays.items() if array is not None}
-        ticket, scalars = next(self._tickets), {name: getattr(ctx, name) for name in _SCALARS}
-        about = {"weights": self._sent != version, "arrays": list(arrays), "ctx": scalars}
-        self._tell(do="forward", ticket=ticket, **about)
-        if self._sent != version:
-            self._send_weights()
-            self._sent = version
-        for array in (x, *arrays.values()):
-            self._send(array, "input")
-        y = self._receive("output")
-        if ctx.training:
-            self._receive_extras(ctx)
-        return y, ticket
-
-    def _send_weights(self) -> None:
-        for number in self._numbers:
-            for array in _leaves(self._unsharder.unshard(number)):  # collective, if they are sharded
-                if self._is_first:
-                    self._send(array, "weights")
-
-    def _receive_extras(self, ctx: ForwardContext) -> None:
-        for number, layer in self._described.items():
-            updates = {name: self._receive("side outputs") for name in _updated(layer)}
-            outputs = {name: self._receive("side outputs") for name in layer.side_outputs}
-            if (updates or outputs) and self._extras is not None:
-                self._extras.take_whole(number, ctx, Extra(updates, outputs), counts=self._is_first)
-
-    def _backward_input(
-        self, saved: Any, dy: Array, on_input_gradient: Callable[[Any], None]
-    ) -> Iterator[tuple[int, dict[str, Array]]]:
-        """As ``Chunk``'s. The helper rank goes on with the gradients of the weights, and after the step's last backward
-        sends the first owner those of all."""
-        step, done = self._counted if self._counted[0] == self._reducer.steps else (self._reducer.steps, 0)
-        self._counted, is_last = (step, done + 1), done + 1 == self._reducer.micro_batches
-        self._tell(do="backward", ticket=saved, first=done == 0, last=is_last)
-        self._send(dy, "gradient")
-        del dy
-        on_input_gradient(self._receive("gradient") if self._numbers[0] else None)
-        for number in reversed(self._numbers):
-            names = self._described[number].parameters if is_last and self._is_first else ()
-            yield number, {name: self._receive("weights") for name in names}
-
-    def _backward_weight(self, number: int, rest: dict[str, Array]) -> None:
-        sums = self._reducer.sums(number)
-        while rest:
-            sums.add(*rest.popitem())
-        self._reducer.layer_done(number)
-
-
-class ChunkInParts:
-    """A Chunk of consecutive ``parts``."""
-
-    def __init__(self, parts: Sequence[Chunk]) -> None:
-        self.parts = parts
-
-    @contextmanager
-    def wrapped(self, wrap: Callable[[str, Layer], Layer]) -> Iterator[None]:
-        """As ``Chunk.wrapped``."""
-        with ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part.wrapped(wrap))
-            yield
-
-    def forward(self, x: Array, ctx: ForwardContext) -> tuple[Array, list[Any]]:
-        """As ``Chunk.forward``."""
-        saved = []
-        for part in self.parts:
-            x, of_part = part.forward(x, ctx)
-            saved.append(of_part)
-        return x, saved
-
-    def backward(self, saved: list[Any], dy: Array, on_input_gradient: Callable[[Any], None]) -> None:
-        """As ``Chunk.backward``."""
-        gradients = [dy]
-        del dy
-        for part in reversed(self.parts):
-            take = gradients.append if part is not self.parts[0] else on_input_gradient
-            part.backward(saved.pop(), gradients.pop(), take)
-
-    def backward_input(self, saved: list[Any], dy: Array) -> tuple[Any, list[Any]]:
-        """As ``Chunk.backward_input``."""
-        rests = []
-        for part in reversed(self.parts):
-            dy, rest = part.backward_input(saved.pop(), dy)
-            rests.append((part, rest))
-        return dy, rests
-
-    def backward_weight(self, rests: list[Any]) -> None:
-        """As ``Chunk.backward_weight``."""
-        while rests:
-            part, rest = rests.pop(0)
-            part.backward_weight(rest)
+# --- Messages between owners and helper ranks
 
 
 _SCALARS = ("step", "seed", "training", "length", "micro_batch", "share", "scale")  # of a ForwardContext
+_KINDS = 8  # channels of a message between two parts: at most so many arrays
 
 
-def _updated(layer: Layer) -> list[str]:
-    return [name for name, buffer in layer.buffers.items() if not buffer.frozen]
+class _Messages(PipelineNeighbours):
+    """What both ends know: on which channels an array is sent."""
+
+    def __init__(self, passes: HelpedPasses, group: Group, backend: Backend) -> None:
+        super().__init__(None, passes.places, backend)
+        self.passes, self._group, self.first = passes, group, passes.first
+        helped = [part for part in passes.parts if part.rank is not None]
+        weights = [(n, name) for part in helped for n in part.layers for name in passes.model.layers[n][1].parameters]
+        self._slots = {weight: slot for slot, weight in enumerate(weights)}
+        self._micro_batches = 0
+        self._moved: dict[int, int] = {}  # micro-batches whose gradients are added, by part
+
+    def begin(self, micro_batches: int) -> None:
+        super().begin(micro_batches)
+        self._micro_batches, self._moved = micro_batches, {}
+        self._used += len(self._slots)
+
+    def _kind(self, m: int, source: int, to: int, kind: int) -> int:
+        return _KINDS * self._channel(m, source, to) + kind
+
+    def _slot(self, number: int, name: str) -> int:
+        """The channel of the gradient of a weight."""
+        messages = 2 * self._micro_batches * self.chunks
+        return _KINDS * (self._first_channel + messages + self._slots[number, name])
+
+    def _is_last(self, part: int) -> bool:
+        """Count a micro-batch of a part; whether it is the last."""
+        self._moved[part] = self._moved.get(part, 0) + 1
+        return self._moved[part] == self._micro_batches
+
+    def _layers(self, part: int) -> Iterator[tuple[int, Layer]]:
+        return ((number, self.passes.model.layers[number][1]) for number in self.passes.parts[part].layers)
+
+    def _extras(self, part: int) -> list[tuple[int, bool, str, tuple[int, ...]]]:
+        """What forwards of a part return in addition: layer, whether it is an update of a buffer, name, and shape."""
+        return [
+            (number, is_update, name, shape)
+            for number, layer in self._layers(part)
+            for is_update, shapes in ((True, _updated(layer)), (False, _side_outputs(layer)))
+            for name, shape in shapes.items()
+        ]
+
+
+def _updated(layer: Layer) -> dict[str, tuple[int, ...]]:
+    return {name: buffer.whole(layer.sizes) for name, buffer in layer.buffers.items() if not buffer.frozen}
+
+
+def _side_outputs(layer: Layer) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(layer.sizes[x] for x in output.dims.split()) for name, output in layer.side_outputs.items()}
+
+
+def _arrays_of(ctx: ForwardContext) -> dict[str, Array]:
+    """The arrays of a context that a helper rank needs."""
+    arrays: dict[str, Any] = {"samples": ctx.samples, "mask": ctx.mask}
+    if ctx.documents is not None:
+        arrays |= {"numbers": ctx.documents.numbers, "starts": ctx.documents.starts}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[Array]:
@@ -352,33 +374,182 @@ def _leaves(tree: Mapping[str, Any]) -> Iterator[Array]:
             yield node
 
 
+class HelpedNeighbours(_Messages):
+    """The neighbours of an owner: other stages, and helper ranks, whose messages its ledger counts at both ends, since
+    that of a helper rank is not read in a run."""
+
+    def __init__(
+        self,
+        between: PipelineNeighbours,
+        passes: HelpedPasses,
+        mesh: Mesh,
+        unsharder: Unsharder,
+        reducer: Reducer,
+        extras: Extras,
+        backend: Backend,
+    ) -> None:
+        """``between``: the neighbours of this stage, for parts instead of chunks. Raises UsageError if a helper rank is
+        on the mesh, or not in the world."""
+        super().__init__(passes, mesh.all_ranks("helper"), backend)
+        self._between, self._others, self._activity = between, mesh.others, mesh.activity
+        self.stages, self.stage = between.stages, between.stage
+        ranks = [mesh.comm.members[number] for number in mesh.ranks_in_order]
+        for rank in passes.helpers:
+            if rank in ranks or rank >= self._group.size:
+                raise UsageError(f"--assign: rank {rank} is not outside the mesh, of {self._group.size} ranks")
+        first = owners_of(self.stage, mesh.all_axes, ranks)[0]
+        self._is_first = first == mesh.comm.members[mesh.comm.rank]
+        self._unsharder, self._reducer, self._extras_of_step = unsharder, reducer, extras
+        self._sent, self._number = (-1, -1), 0
+
+    def begin(self, micro_batches: int) -> None:
+        super().begin(micro_batches)
+        self._between.begin(micro_batches)
+
+    def order(self, what: str, contexts: Sequence[ForwardContext], number: int | None = None) -> int:
+        """Begin a pass: a "step", a "forward", or the "backward" of a forward with this number. Rank 0 orders the same
+        of the helper ranks, and first owners send the weights. Returns the number of a forward."""
+        self._number += number is None
+        number, version = self._number if number is None else number, (self._unsharder.changes, self._reducer.steps)
+        weights = what != "backward" and version != self._sent
+        if self._others.world.rank == 0:
+            described = [
+                {"arrays": list(_arrays_of(ctx)), **{name: getattr(ctx, name) for name in _SCALARS}} for ctx in contexts
+            ]
+            order = {"pass": what, "number": number, "weights": weights, "contexts": described}
+            self._others.send(order, self.passes.helpers)
+        self.begin(len(contexts))
+        for part in self.passes.helped_on(self.stage) if weights else ():
+            for layer in self.passes.parts[part].layers:
+                for array in _leaves(self._unsharder.unshard(layer)):  # collective, if they are sharded
+                    if self._is_first:
+                        self._group.send(self._rank(part), array, label="weights")
+                        self._count("receive", "weights")
+        if weights:
+            self._sent = version
+        return number
+
+    def _rank(self, part: int) -> Any:
+        """The helper rank of a part; None if it has none."""
+        return self.passes.parts[part].rank
+
+    def _count(self, operation: str, label: str, sent: int = 0) -> None:
+        """Count the call of the helper rank."""
+        self._group.ledger.record((operation, self._group.axes, label), sent, sent)
+
+    def start_send(self, x: Array, m: int, chunk: int, to: int, ctx: ForwardContext | None = None) -> Any:
+        if (rank := self._rank(to)) is None:
+            return self._between.start_send(x, m, chunk, to, ctx)
+        assert ctx is not None
+        label, arrays = ("input", [x, *_arrays_of(ctx).values()]) if to > chunk else ("gradient", [x])
+        for _ in arrays:
+            self._count("receive", label)
+        return Several(
+            self._group.start_send(rank, array, channel=self._kind(m, chunk, to, kind), label=label)
+            for kind, array in enumerate(arrays)
+        )
+
+    def start_receive(self, m: int, chunk: int, source: int, ctx: ForwardContext | None = None) -> Any:
+        if (rank := self._rank(source)) is None:
+            return self._between.start_receive(m, chunk, source, ctx)
+        assert ctx is not None
+        extras = self._extras(source) if chunk > source and ctx.training else []
+        labels = ["output" if chunk > source else "gradient", *(["side outputs"] if extras else [])]
+
+        def take(arrays: list[Array]) -> Array:
+            for label, array in zip(labels, arrays, strict=True):
+                self._count("send", label, array.nbytes)
+            if extras:
+                self._take_extras(extras, arrays[1], ctx)
+            return arrays[0]
+
+        channels = [self._kind(m, source, chunk, kind) for kind in range(len(labels))]
+        messages = zip(channels, labels, strict=True)
+        return Deferred(
+            Several(
+                self._group.start_receive(rank, like=self._backend, channel=channel, label=label)
+                for channel, label in messages
+            ),
+            take,
+        )
+
+    def _take_extras(
+        self, extras: Sequence[tuple[int, bool, str, tuple[int, ...]]], flat: Array, ctx: ForwardContext
+    ) -> None:
+        of_layer: dict[int, Extra] = {}
+        ends = accumulate((prod(shape) for *_, shape in extras), initial=0)
+        for (number, is_update, name, shape), (begin, end) in zip(extras, pairwise(ends), strict=True):
+            extra = of_layer.setdefault(number, Extra({}, {}))
+            taken: Any = extra.updates if is_update else extra.outputs
+            taken[name] = flat[begin:end].reshape(shape)
+        for number, extra in of_layer.items():
+            self._extras_of_step.take_whole(number, ctx, extra, counts=self._is_first)
+
+    def move_gradients(self, m: int, chunk: int) -> None:
+        is_last = self._is_last(chunk)
+        for number, layer in reversed(list(self._layers(chunk))):
+            sums = self._reducer.sums(number)
+            for name in layer.parameters if is_last and self._is_first else ():
+                channel = self._slot(number, name)
+                gradient = self._group.receive(self._rank(chunk), like=self._backend, channel=channel, label="weights")
+                self._count("send", "weights", gradient.nbytes)
+                sums.add(name, gradient)
+            self._reducer.layer_done(number)
+
+
 # --- On a helper rank
 
 
-class _SentWeights:
-    """The weights that owners sent, and sums of their gradients: what Unsharder and Reducer are on an owner."""
+class SentWeights:
+    """The weights that owners send, and sums of their gradients: what Unsharder and Reducer are on an owner."""
 
     def __init__(self, dtype: np.dtype, backend: Backend) -> None:
         self._dtype, self._backend = accumulated_in(dtype), backend
-        self.arrays: dict[int, dict[str, Array]] = {}  #: by layer and local name
-        self.sums_of: dict[int, dict[str, Array]] = {}  #: by layer and local name
-        self.untouched: set[str] = set()
+        self._under_way: dict[int, dict[str, Pending]] = {}  # by layer and local name
+        self._trees: dict[int, dict[str, Any]] = {}
+        self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+        self._sums: dict[int, dict[str, Array]] = {}
+        self._untouched: set[str] = set()
+
+    def start_receive(self, layers: Mapping[int, Layer], start: Callable[[int], Pending]) -> None:
+        """Begin to receive the weights of these layers; ``start`` begins to receive the next array for a layer."""
+        self._trees.clear()
+        for number, layer in layers.items():
+            names = [*layer.parameters, *layer.buffers]
+            in_order = _leaves(tree_of({name: name for name in names}))  # as an owner sends them
+            self._under_way[number] = {name: start(number) for name in in_order}
+            self._shapes[number] = {name: parameter.whole(layer.sizes) for name, parameter in layer.parameters.items()}
 
     def unshard(self, layer: int, **prefetch: Any) -> dict[str, Any]:
         """As ``Unsharder.unshard``."""
-        return tree_of(self.arrays[layer])
+        if layer not in self._trees:
+            self._trees[layer] = self.arrived(layer)
+        return self._trees[layer]
+
+    def arrived(self, layer: int) -> dict[str, Any]:
+        """The weights of a layer that have been under way."""
+        return tree_of({name: pending.wait() for name, pending in self._under_way.pop(layer).items()})
 
     def sums(self, layer: int) -> GradientSums:
-        """As ``Reducer.sums``."""
-        sums = self.sums_of[layer]
-        return GradientSums(sums, {name: f"{layer}/{name}" for name in sums}, self.untouched)
+        """As ``Reducer.sums``; the first of a step begins them."""
+        if layer not in self._sums:
+            self._sums[layer] = self.new_sums(layer)
+            self._untouched |= {f"{layer}/{name}" for name in self._sums[layer]}
+        sums = self._sums[layer]
+        return GradientSums(sums, {name: f"{layer}/{name}" for name in sums}, self._untouched)
 
-    def begin(self, layers: Mapping[int, Layer]) -> None:
-        """Begin sums for a step."""
-        for number, layer in layers.items():
-            shapes = {name: self.arrays[number][name].shape for name in layer.parameters}
-            self.sums_of[number] = {name: self._backend.empty(shape, self._dtype) for name, shape in shapes.items()}
-            self.untouched |= {f"{number}/{name}" for name in shapes}
+    def new_sums(self, layer: int) -> dict[str, Array]:
+        """Memory for the gradients of a layer."""
+        return {name: self._backend.empty(shape, self._dtype) for name, shape in self._shapes[layer].items()}
+
+    def take_sums(self, layer: int) -> dict[str, Array]:
+        """The sums of a step, by local name, which ends them."""
+        sums = self._sums.pop(layer)
+        for name, array in sums.items():
+            if (full_name := f"{layer}/{name}") in self._untouched:
+                array[...] = 0
+                self._untouched.remove(full_name)
+        return sums
 
     def layer_done(self, layer: int) -> None:
         """As ``Reducer.layer_done``: nothing is reduced here."""
@@ -395,124 +566,205 @@ class _TakenExtras:
         self.of_layer[number] = extra
 
 
-class HelperRank:
-    """The part of a helper rank: it answers the requests of its owners, with the layers that are assigned to it."""
+class _Owners(_Messages):
+    """The neighbours of a helper rank: the owners of its parts."""
 
     def __init__(
         self,
-        model: Model,
-        mesh: Mesh,
-        owners: Sequence[int],
-        recompute: str,
+        passes: HelpedPasses,
+        group: Group,
+        backend: Backend,
+        owners: Sequence[Sequence[int]],
+        weights: SentWeights,
+        extras: _TakenExtras,
+    ) -> None:
+        """``owners``: of each stage, by their samples."""
+        super().__init__(passes, group, backend)
+        self.stage = -1  # which holds no chunk
+        self._owners, self._weights, self._taken = owners, weights, extras
+        self.contexts: list[ForwardContext] = []  #: of the present pass
+        self.arrays: list[Sequence[str]] = []  #: the names of those that are sent with an input, by micro-batch
+        #: of each owner's rows, by micro-batch and stage; of the present pass
+        self.rows: dict[tuple[int, int], list[slice]] = {}
+        self._sends: list[Any] = []
+
+    def owners(self, part: int) -> Sequence[int]:
+        """The owners of a part, by their samples."""
+        return self._owners[self.passes.stage_of(part)]
+
+    def start_receive(self, m: int, chunk: int, source: int, ctx: ForwardContext | None = None) -> Any:
+        names = ["", *self.arrays[m]] if chunk > source else [""]
+        label, owners = "input" if chunk > source else "gradient", self.owners(chunk)
+        messages = Several(
+            self._group.start_receive(
+                owner, like=self._backend, channel=self._kind(m, source, chunk, kind), label=label
+            )
+            for kind in range(len(names))
+            for owner in owners
+        )
+
+        def take(received: list[Array]) -> Array:
+            several = [received[n : n + len(owners)] for n in range(0, len(received), len(owners))]
+            if chunk > source:
+                ends = accumulate(map(len, several[0]), initial=0)
+                self.rows[m, self.passes.stage_of(chunk)] = [slice(*pair) for pair in pairwise(ends)]
+                self._take_context(m, dict(zip(names[1:], map(_joined, several[1:]), strict=True)))
+            return _joined(several[0])
+
+        return Deferred(messages, take)
+
+    def _take_context(self, m: int, arrays: Mapping[str, Array]) -> None:
+        documents = Documents(arrays["numbers"], arrays.get("starts")) if "numbers" in arrays else None
+        self.contexts[m] = replace(
+            self.contexts[m], samples=arrays.get("samples"), mask=arrays.get("mask"), documents=documents
+        )
+
+    def start_send(self, x: Array, m: int, chunk: int, to: int, ctx: ForwardContext | None = None) -> Any:
+        assert ctx is not None
+        owners, rows = self.owners(chunk), self.rows[m, self.passes.stage_of(chunk)]
+        label, channel = "output" if to > chunk else "gradient", self._kind(m, chunk, to, 0)
+        sends = [
+            self._group.start_send(owner, x if len(owners) == 1 else x[part], channel=channel, label=label)
+            for owner, part in zip(owners, rows, strict=True)
+        ]
+        if to > chunk and ctx.training and (extras := self._extras(chunk)):
+            xp, of_layer = self._backend.xp, self._taken.of_layer
+            parts = [
+                (of_layer[number].updates if is_update else of_layer[number].outputs)[name]
+                for number, is_update, name, _ in extras
+            ]
+            flat = xp.concatenate([xp.asarray(part).astype(np.float64).reshape(-1) for part in parts])
+            sends += [
+                self._group.start_send(owner, flat, channel=channel + 1, label="side outputs") for owner in owners
+            ]
+        return Several(sends)
+
+    def move_gradients(self, m: int, chunk: int) -> None:
+        if self._is_last(chunk):
+            self._sends += [
+                self._group.start_send(self.owners(chunk)[0], array, channel=self._slot(number, name), label="weights")
+                for number in reversed(self.passes.parts[chunk].layers)
+                for name, array in self._weights.take_sums(number).items()
+            ]
+
+    def finish(self) -> None:
+        """Wait until the gradients of the weights have left."""
+        while self._sends:
+            self._sends.pop().wait()
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else backend_of(parts[0]).xp.concatenate(parts)
+
+
+class AssignedLayers:
+    """The layers that are assigned to this rank, which is outside the mesh."""
+
+    def __init__(
+        self,
+        passes: HelpedPasses,
+        rank: int,
+        owners: Sequence[Sequence[int]],
+        alone: Mesh,
+        group: Group,
+        recompute: Recompute | str,
         dtype: np.dtype,
         backend: Backend,
     ) -> None:
-        """``mesh``: of this rank alone; ``owners``: their ranks in ``mesh.outside``, by their samples."""
-        assert mesh.outside is not None
-        self._model, self._mesh, self._group, self.owners = model, mesh, mesh.outside, list(owners)
-        self._recompute, self._dtype, self._backend = Recompute(recompute), dtype, backend
-        self._layout = layout_for(model, mesh)
-        self.weights, self._extras = _SentWeights(dtype, backend), _TakenExtras()
-        self._chunks: dict[range, Chunk] = {}
-        #: what a forward saved for the backward, and the rows of each owner, by the first layer and the ticket
-        self._under_way: dict[tuple[int, int], tuple[Any, list[slice]]] = {}
-        self.wraps: Callable[[Chunk], Any] = lambda chunk: None  #: is called with each new chunk
+        """``rank``: of this one in the ``group``, which are all ranks; ``owners``: of each stage, by their samples;
+        ``alone``: a mesh of this rank alone."""
+        self._passes, self._alone, self._backend = passes, alone, backend
+        self._place = passes.stages + passes.helpers.index(rank)
+        self._layout, model = layout_for(passes.model, alone), passes.model
+        self.weights, extras = SentWeights(dtype, backend), _TakenExtras()
+        self._group = group
+        self._neighbours = _Owners(passes, group, backend, owners, self.weights, extras)
+        shards = [Shards(alone, self._layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
+        stand_ins: Any = self.weights, self.weights, extras
+        self.chunks = {
+            part: Chunk(
+                segments(model, passes.parts[part].layers, Recompute(recompute)),
+                model.layers,
+                shards,
+                *stand_ins,
+                dtype=dtype,
+            )
+            for part in passes.on_place(self._place)
+        }
+        self._forwards: dict[int, tuple[Execution, dict[tuple[int, int], list[slice]]]] = {}  # by number
 
-    def answer(self, request: Mapping[str, Any]) -> None:
-        """Answer a request of the first owner, which the messages of all owners follow."""
-        layers = range(*request["layers"])
-        if layers not in self._chunks:
-            shards = [
-                Shards(self._mesh, self._layout, name, takes_data=not n)
-                for n, (name, _) in enumerate(self._model.layers)
-            ]
-            stand_ins: Any = self.weights, self.weights, self._extras
-            parts = segments(self._model, layers, self._recompute)
-            self._chunks[layers] = Chunk(parts, self._model.layers, shards, *stand_ins, dtype=self._dtype)
-            self.wraps(self._chunks[layers])
-        do = self._forward if request["do"] == "forward" else self._backward
-        do(self._chunks[layers], layers, request, (layers.start, request["ticket"]))
+    def follow(self, order: Mapping[str, Any]) -> None:
+        """Do this rank's part of a pass that rank 0 orders: see ``HelpedNeighbours.order``."""
+        what, neighbours, number = order["pass"], self._neighbours, order["number"]
+        neighbours.begin(len(order["contexts"]))
+        if order["weights"]:
+            self._receive_weights()
+        if what == "backward":
+            execution, neighbours.rows = self._forwards.pop(number)
+            program = self._passes.one_pass(schedules.Backward, self._place)
+        else:
+            neighbours.rows = {}
+            neighbours.arrays = [described.pop("arrays") for described in order["contexts"]]
+            neighbours.contexts = contexts = [self._context(described) for described in order["contexts"]]
+            no_loss: Any = None
+            execution = Execution(self.chunks, neighbours, contexts, [], no_loss)
+            if what == "step":
+                program = self._passes.programs(len(contexts))[self._place]
+            else:
+                program = self._passes.one_pass(schedules.Forward, self._place)
+                if contexts[0].training:
+                    self._forwards[number] = execution, neighbours.rows
+        execution.run(program)
+        neighbours.finish()
 
-    def _gathered(self, label: str, rows: list[int] | None = None) -> Any:
-        """The rows of all owners; ``rows`` gets their numbers."""
-        parts = [self._group.receive(owner, like=self._backend, label=label) for owner in self.owners]
-        if rows is not None:
-            rows += [len(part) for part in parts]
-        return parts[0] if len(parts) == 1 else self._backend.xp.concatenate(parts)
+    def _receive_weights(self) -> None:
+        for part in self.chunks:
+            source, layers = self._neighbours.owners(part)[0], self._passes.parts[part].layers
+            self.weights.start_receive(
+                {number: self._passes.model.layers[number][1] for number in layers},
+                lambda number, source=source: self._group.start_receive(source, like=self._backend, label="weights"),
+            )
 
-    def _scatter(self, x: Array, rows: Sequence[slice], label: str) -> list[Any]:
-        """Begin to send each owner its rows."""
-        one = len(rows) == 1
-        sends = zip(self.owners, rows, strict=True)
-        return [self._group.start_send(owner, x if one else x[part], label=label) for owner, part in sends]
-
-    def _forward(self, chunk: Chunk, layers: range, request: Mapping[str, Any], key: tuple[int, int]) -> None:
-        if request["weights"]:
-            for number in layers:
-                layer = self._model.layers[number][1]
-                names = self._names_of(layer)
-                self.weights.arrays[number] = {name: self.receive_weight() for name in names}
-        numbers: list[int] = []
-        x = self._gathered("input", numbers)
-        ends = [0, *accumulate(numbers)]
-        rows = [slice(*pair) for pair in pairwise(ends)]
-        ctx = self._context(request["ctx"], {name: self._gathered("input") for name in request["arrays"]})
-        self._extras.of_layer.clear()
-        y, saved = chunk.forward(x, ctx)
-        del x
-        sends = self._scatter(y, rows, "output")
-        del y
-        if ctx.training:
-            self._under_way[key] = saved, rows
-            self._send_extras(layers)
-        for send in sends:
-            send.wait()
-
-    def receive_weight(self) -> Array:
-        """The next array of weights or buffers that the first owner sends."""
-        return self._group.receive(self.owners[0], like=self._backend, label="weights")
-
-    def _names_of(self, layer: Layer) -> list[str]:
-        """The names of a layer's arrays in the order in which an owner sends them."""
-        names = [*layer.parameters, *layer.buffers]
-        return list(_leaves(tree_of({name: name for name in names})))
-
-    def _context(self, scalars: Mapping[str, Any], arrays: Mapping[str, Array]) -> ForwardContext:
+    def _context(self, scalars: Mapping[str, Any]) -> ForwardContext:
         xp, length = self._backend.xp, scalars["length"]
-        positions = [xp.asarray(self._layout.positions(length, self._mesh, where)) for where in ("inside", "residual")]
-        ctx = ForwardContext(*positions, **scalars, samples=arrays.get("samples"), mask=arrays.get("mask"))
-        if "numbers" in arrays:
-            ctx = replace(ctx, documents=Documents(arrays["numbers"], arrays.get("starts")))
-        return ctx
+        positions = [xp.asarray(self._layout.positions(length, self._alone, where)) for where in ("inside", "residual")]
+        return ForwardContext(*positions, **scalars)
 
-    def _send_extras(self, layers: range) -> None:
-        xp = self._backend.xp
-        for number in layers:
-            layer, extra = self._model.layers[number][1], self._extras.of_layer.get(number, Extra())
-            values = [extra.updates[name] for name in _updated(layer)]
-            values += [extra.outputs[name] for name in layer.side_outputs]
-            for value in values:
-                for owner in self.owners:
-                    self._group.send(
-                        owner, value if hasattr(value, "shape") else xp.asarray(value), label="side outputs"
-                    )
 
-    def _backward(self, chunk: Chunk, layers: range, request: Mapping[str, Any], key: tuple[int, int]) -> None:
-        (saved, rows), dy, sends = self._under_way.pop(key), self._gathered("gradient"), []
+def assigned_layers(
+    model: Model,
+    composition: ParallelConfig,
+    mesh: Mesh,
+    ranks: Sequence[int],
+    dtype: np.dtype,
+    backend: Backend,
+) -> AssignedLayers | None:
+    """The layers that a composition on these ``ranks`` of the world assigns to this rank, which is not one of them;
+    None if there are none. ``mesh``: any that knows the ``others``."""
+    world = mesh.others.world
+    if world.rank not in helper_ranks(composition.assigned):
+        return None
+    axes = composition.mesh or {"data": len(ranks)}
+    passes = passes_of(model, composition, axes)
+    by_position = [
+        ranks[number] for number in ranks_by_position([world.hosts[rank] for rank in ranks], composition.order)
+    ]
+    owners = [owners_of(stage, axes, by_position) for stage in range(passes.stages)]
+    alone, group = Mesh(solo(world.progress)), mesh.all_ranks("helper")
+    return AssignedLayers(passes, world.rank, owners, alone, group, composition.recompute, dtype, backend)
 
-        def pass_on(dx: Any) -> None:
-            if layers.start:  # nobody needs the gradient of data
-                sends.extend(self._scatter(wait_for(dx), rows, "gradient"))
 
-        if request["first"]:
-            self.weights.begin({number: self._model.layers[number][1] for number in layers})
-        chunk.backward(saved, dy, pass_on)
-        del dy
-        for send in sends:
-            send.wait()
-        for number in reversed(layers) if request["last"] else ():
-            for name, array in self.weights.sums_of.pop(number).items():
-                if (full_name := f"{number}/{name}") in self.weights.untouched:
-                    array[...] = 0
-                    self.weights.untouched.remove(full_name)
-                self._group.send(self.owners[0], array, label="weights")
+def follow_orders(engine: ShardedEngine, received: Callable[[], int] = lambda: 0) -> dict[str, Any] | None:
+    """Compute on this rank, which is outside the mesh of the engine, what rank 0 orders, until that is something else
+    than a pass, and return it: see ``OtherRanks.take``. On a rank of the mesh, return None."""
+    if getattr(engine, "is_placed", True):
+        return None
+    outside: Any = engine
+    others, activity = engine.mesh.others, engine.mesh.activity
+    while True:
+        with activity.phase("outside the mesh, without an order"):
+            order = others.take(received)
+        if "pass" not in order:
+            return order
+        with activity.phase(f"helper rank: {order['pass']}, step", order["contexts"][0]["step"] + 1):
+            outside.assigned.follow(order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,11 +20,13 @@ from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.batch import Batch, MicroBatch, Scores, fractions_of
 from spmd_engine.engine.contract import check_batch
 from spmd_engine.engine.definition import Loss, Metric
+from spmd_engine.engine.helpers import AssignedLayers
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Recompute
-from spmd_engine.engine.schedules.schedule import Backward, Compute, Forward, Program, Schedule, with_transfers
+from spmd_engine.engine.schedules.schedule import Backward, Forward, Schedule
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, Index, ZeroConfig
 from spmd_engine.engine.state.engine_state import Copies, EngineState, StateReshard, place
+from spmd_engine.engine.state.moving_state import MovingState, unpack
 from spmd_engine.engine.zero.parameter_store import StoredEngine, check_shapes
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
@@ -56,6 +58,7 @@ class LayeredEngine(StoredEngine):
     """
 
     placed: EngineState  #: what stores and executes the model on this mesh, while the engine ``is_placed``
+    assigned: AssignedLayers | None = None  #: what this rank computes for others while it is outside the mesh
 
     def __init__(
         self,
@@ -136,14 +139,15 @@ class LayeredEngine(StoredEngine):
         layout: Layout | None = None,
         *,
         optimizer: Optimizer | None = None,
+        states: Sequence[MovingState] = (),
         model: Model | None = None,
         among: Group | None = None,
         copies: Copies | None = None,
         fill: Callable[[], Any] | None = None,
         **options: Any,
     ) -> None:
-        """Continue training on another mesh of all or some of the same ranks, in any order, with the same parameters,
-        buffers and, if the ``optimizer`` is given, its state.
+        """Continue on another mesh of all or some of the same ranks, in any order, with the same parameters, buffers
+        and, if the ``optimizer`` is given, its state; ``states`` move with the engine, as a cache of sequences does.
 
         A rank outside the new mesh passes None for it: it sends its blocks to the others and keeps no arrays. Such a
         rank can be taken back: ``among`` is a group of all ranks of both meshes; None: those of the old mesh.
@@ -165,11 +169,13 @@ class LayeredEngine(StoredEngine):
 
         state = on_all_ranks(move.group, placed, catch=Exception if copies else (UsageError, OSError))
         before, state_before = vars(self).copy(), dict(optimizer.state) if optimizer else {}
+        packed = [each.pack(self) if self.is_placed else (None, {}) for each in states]
         try:
             self.model = model
             self.gradients, self.input_gradient = {}, None  # of the last step, on the old mesh
             if state is not None:
                 self._install(state)
+            self.assigned = None
             move.finish(self if state else None, fill)
         except UsageError:
             vars(self).clear()
@@ -181,11 +187,7 @@ class LayeredEngine(StoredEngine):
             self.filled()
         elif self.is_placed:
             del self.placed, self.store
-
-    @property
-    def first_owners(self) -> Mapping[int, int]:
-        """For each helper rank the rank of its first owner, both of the world."""
-        return self.placed.first_owners
+        unpack(states, packed, self if state else None, move.group, self.backend)
 
     @property
     def is_placed(self) -> bool:
@@ -285,37 +287,33 @@ class LayeredEngine(StoredEngine):
             decoding = decode_inputs(self, x, cache)
             x, ctx = decoding.inputs, decoding.ctx
         ctx = ctx or self._plain_context(x)
-        self.placed.neighbours.begin(1)
-        execution = self.placed.execution([ctx], [self.converted(self.backend.asarray(x))], lambda m, y: y)
-        execution.run(self._one_pass(Forward, self.assignment.mine))
+        passes = self.placed.passes if ctx.cache is None and ctx.wanted is None else self.placed.own_passes
+        number = passes.begin("forward", [ctx])
+        execution = passes.execution([ctx], [self.converted(self.backend.asarray(x))], lambda m, y: y)
+        execution.number = number
+        execution.run(passes.one_pass(Forward))
         self.tape.push(execution)
         if ctx.cache is not None:
             ctx.cache.end()
         if not self.is_training:  # in training the backward begins with these parameters
             self.placed.unsharder.release()
-        return execution.output_gradients.pop((0, len(self.assignment.chunks) - 1), None)
+        return execution.output_gradients.pop((0, passes.neighbours.chunks - 1), None)
 
     def backward(self, grads: Array | None) -> dict[str, Array]:
         """Gradients by name, like ``owned``, summed over the batch: those of this micro-batch alone."""
         self.placed.reducer.begin(1)
-        execution = self.tape.pop()
-        last = len(self.assignment.chunks) - 1
-        if last in self.placed.chunks:
+        execution, passes = self.tape.pop(), self.placed.passes
+        last = passes.neighbours.chunks - 1
+        if last in passes.chunks:
             if grads is None:
                 raise UsageError("backward needs the gradient of the outputs on the ranks that have outputs")
             execution.output_gradients[0, last] = grads
-        execution.run(self._one_pass(Backward, reversed(self.assignment.mine)))
+        passes.begin("backward", execution.contexts, execution.number)
+        execution.run(passes.one_pass(Backward))
         self.input_gradient = execution.input_gradients.get((0, 0))
         self.placed.reducer.finish()
         self.placed.unsharder.release()
         return {name: gradient.copy() for name, gradient in self.named(self.store.gradients).items()}
-
-    def _one_pass(self, kind: type[Compute], chunks: Iterable[int]) -> Program:
-        """Forwards or backwards of one micro-batch, with the transfers before and after."""
-        order = [kind(0, chunk) for chunk in chunks]
-        if self.placed.neighbours.stages == 1:
-            return list(order)
-        return with_transfers(order, self.placed.neighbours.chunks - 1, sends_unfinished=len(order))
 
     def _on_own_backend(self, micro: MicroBatch) -> MicroBatch:
         return micro  # after targets are checked on the host
@@ -357,7 +355,7 @@ class LayeredEngine(StoredEngine):
     def wrapped(self, wrap: Callable[[str, Layer], Layer]) -> Iterator[None]:
         """In this context ``wrap(name, layer)`` replaces each layer of this rank, to observe its inputs and outputs."""
         with ExitStack() as stack:
-            for chunk in self.placed.chunks.values():
+            for chunk in self.placed.passes.chunks.values():
                 stack.enter_context(chunk.wrapped(wrap))
             yield
 
@@ -376,9 +374,11 @@ class LayeredEngine(StoredEngine):
         for micro in batch.micro_batches:
             self.model.check_inputs(micro.inputs)
         inputs = [self.converted(self.backend.asarray(micro.inputs)) for micro in batch.micro_batches]
-        self.placed.neighbours.begin(micro_batches)
-        execution = self.placed.execution(self._contexts(batch), inputs, loss_gradient)
-        execution.run(self.placed.program(micro_batches))
+        passes, contexts = self.placed.passes, self._contexts(batch)
+        program = passes.program(micro_batches)
+        passes.begin("step", contexts)
+        execution = passes.execution(contexts, inputs, loss_gradient)
+        execution.run(program)
         shares = self._start_sum(scores.shares)  # overlaps the last reductions of gradients
         pending_side_outputs = self.placed.extras.side_outputs.start_sum()
         self.placed.reducer.finish()

@@ -9,7 +9,7 @@ from typing import Any
 from spmd_engine.axes import PIPE, axes_as_json, checked_axes, parse_axes
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import helpers, schedules, uneven_stages
-from spmd_engine.engine.helpers import Assigned, parse_assign
+from spmd_engine.engine.helpers import Assigned, helper_ranks, parse_assign
 from spmd_engine.engine.offload import config as offload
 from spmd_engine.engine.offload.config import TARGETS, Offload
 from spmd_engine.engine.pipeline import Recompute
@@ -183,6 +183,18 @@ class ParallelConfig(Configuration):
     def assigned(self) -> tuple[Assigned, ...]:
         """The layers that helper ranks compute."""
         return parse_assign(self.assign)
+
+    @property
+    def ranks_outside(self) -> list[int]:
+        """The ranks of a job that are not on its mesh: the helper ranks."""
+        return helper_ranks(self.assigned)
+
+    def numbered_from(self, first: int) -> ParallelConfig:
+        """This composition, in which the ranks outside the mesh have the numbers from ``first`` on."""
+        numbers = {rank: number for number, rank in enumerate(self.ranks_outside, first)}
+        return self.changed(
+            assign=",".join(f"{term.layers}:rank{numbers[term.rank]}" for term in self.assigned) or None
+        )
 
     @property
     def storage(self) -> ZeroConfig:

@@ -148,6 +148,8 @@ class Chunk:
     def _backward_input(
         self, saved: list[Saved], dy: Array, on_input_gradient: Callable[[Any], None]
     ) -> Iterator[tuple[int, Any]]:
+        if not self._numbers:  # a chunk without layers passes on what it gets
+            on_input_gradient(dy)
         for segment in reversed(self._segments):
             record = saved.pop()
             keep: Sequence[int] = ()
@@ -253,13 +255,14 @@ Key = tuple[int, int]  # micro-batch and chunk
 
 
 class PipelineNeighbours:
-    """The stages before and after this one: chunk c of all chunks lives on stage c modulo the number of stages."""
+    """The stages before and after this one: chunk c of all chunks lives on stage ``places[c]``."""
 
-    def __init__(self, pipe: Group | None, chunks: int, backend: Backend) -> None:
+    def __init__(self, pipe: Group | None, places: Sequence[int], backend: Backend) -> None:
         self._pipe: Any = pipe  # None on a single stage, which sends nothing
-        self.chunks, self._backend = chunks, backend
+        self.places, self.chunks, self._backend = places, len(places), backend
         self.stages = pipe.size if pipe else 1
         self.stage = pipe.rank if pipe else 0
+        self.first = 0  #: chunks before it need no gradient, though others are between it and them
         self._first_channel = self._used = 0
 
     def begin(self, micro_batches: int) -> None:
@@ -272,20 +275,24 @@ class PipelineNeighbours:
 
     def here(self, chunk: int) -> bool:
         """Whether a chunk lives on this rank."""
-        return chunk % self.stages == self.stage
+        return self.places[chunk] == self.stage
 
     def start_send(self, x: Array, m: int, chunk: int, to: int, ctx: ForwardContext | None = None) -> Any:
         """Begin to send the result of ``chunk`` for micro-batch ``m``, described by ``ctx``, to the rank of chunk
         ``to``."""
         return self._pipe.start_send(
-            to % self.stages, x, channel=self._channel(m, chunk, to), label="input" if to > chunk else "gradient"
+            self.places[to], x, channel=self._channel(m, chunk, to), label="input" if to > chunk else "gradient"
         )
 
     def start_receive(self, m: int, chunk: int, source: int, ctx: ForwardContext | None = None) -> Any:
         """Begin to receive the result of chunk ``source`` for micro-batch ``m``, which ``chunk`` needs."""
         label = "input" if chunk > source else "gradient"
         channel = self._channel(m, source, chunk)
-        return self._pipe.start_receive(source % self.stages, like=self._backend, channel=channel, label=label)
+        return self._pipe.start_receive(self.places[source], like=self._backend, channel=channel, label=label)
+
+    def move_gradients(self, m: int, chunk: int) -> None:
+        """See the instruction ``MoveGradients``."""
+        raise UsageError(f"chunk {chunk} is computed where its weights are")
 
     def _channel(self, m: int, source: int, to: int) -> int:
         """A channel for each message, since several micro-batches are sent and awaited in different orders."""
@@ -308,7 +315,7 @@ class Execution:
         loss_gradient: Callable[[int, Array], Any],
     ) -> None:
         self._chunks, self._neighbours = chunks, neighbours
-        self._contexts, self._loss_gradient = contexts, loss_gradient
+        self.contexts, self._loss_gradient = contexts, loss_gradient
         self.inputs: dict[Key, Array] = {(m, 0): x for m, x in enumerate(inputs)} if 0 in chunks else {}
         self.outputs: dict[Key, Array] = {}  # until they are sent
         self.saved: dict[Key, Any] = {}
@@ -316,6 +323,7 @@ class Execution:
         self.input_gradients: dict[Key, Any] = {}  # until they are sent; those of the first chunk stay
         self._rests: dict[Key, Any] = {}
         self._under_way: dict[schedules.Instruction, Any] = {}
+        self.number = 0  #: of a forward whose backward is another execution
 
     def run(self, program: Iterable[schedules.Instruction | schedules.Wait]) -> None:
         """Execute all instructions. Raises UsageError for an unknown one."""
@@ -342,13 +350,15 @@ class Execution:
                     del dx
                 case schedules.BackwardWeight():
                     self._chunks[c].backward_weight(self._rests.pop(key))
+                case schedules.MoveGradients():
+                    self._neighbours.move_gradients(m, c)
                 case schedules.StartReceiveInput():
-                    self._under_way[instruction] = self._neighbours.start_receive(m, c, c - 1, self._contexts[m])
+                    self._under_way[instruction] = self._neighbours.start_receive(m, c, c - 1, self.contexts[m])
                 case schedules.StartReceiveGradient():
-                    self._under_way[instruction] = self._neighbours.start_receive(m, c, c + 1, self._contexts[m])
+                    self._under_way[instruction] = self._neighbours.start_receive(m, c, c + 1, self.contexts[m])
                 case schedules.StartSendOutput():
                     y = self.outputs.pop(key)
-                    self._under_way[instruction] = self._neighbours.start_send(y, m, c, c + 1, self._contexts[m])
+                    self._under_way[instruction] = self._neighbours.start_send(y, m, c, c + 1, self.contexts[m])
                     del y
                 case schedules.StartSendGradient():
                     self._start_send_gradient(instruction)
@@ -356,8 +366,8 @@ class Execution:
                     raise UsageError(f"this engine cannot execute {instruction}")
 
     def _forward(self, m: int, c: int) -> None:
-        y, saved = self._chunks[c].forward(self.inputs.pop((m, c)), self._contexts[m])
-        if self._contexts[m].training:
+        y, saved = self._chunks[c].forward(self.inputs.pop((m, c)), self.contexts[m])
+        if self.contexts[m].training:
             self.saved[m, c] = saved
         if self._neighbours.is_last(c):
             self.output_gradients[m, c] = self._loss_gradient(m, y)
@@ -368,18 +378,18 @@ class Execution:
 
     def _pass_on(self, m: int, c: int, dx: Any) -> None:
         """Pass the gradient of a chunk's input to the chunk before; send it at once if another stage waits for it."""
-        if c and self._neighbours.here(c - 1):
+        if c > self._neighbours.first and self._neighbours.here(c - 1):
             self.output_gradients[m, c - 1] = dx
             return
         self.input_gradients[m, c] = dx
-        if c:
+        if c > self._neighbours.first:
             self._start_send_gradient(schedules.StartSendGradient(m, c))
 
     def _start_send_gradient(self, instruction: schedules.StartSendGradient) -> None:
         if instruction not in self._under_way:  # otherwise it was sent before the weights' gradients
             m, c = instruction.m, instruction.chunk
             dx = self.input_gradients.pop((m, c))
-            self._under_way[instruction] = self._neighbours.start_send(dx, m, c, c - 1, self._contexts[m])
+            self._under_way[instruction] = self._neighbours.start_send(dx, m, c, c - 1, self.contexts[m])
 
     def _finish(self, started: schedules.Instruction) -> None:
         result = self._under_way.pop(started).wait()

@@ -1,18 +1,18 @@
 """The shape of a running job, and its changes: another composition, on all or some of the ranks of the world.
 
-Between two steps the engine's arrays and the optimizer's state move from one mesh to another, in memory. Ranks outside
-the mesh are *idle*: they hold no arrays, and sleep until they are taken back or the job ends.
+The engine's arrays, the optimizer's state if there is one, and what else moves with the engine go from one mesh to
+another, in memory: between two steps of a training, or between two calls of a model that serves. Ranks outside the mesh
+hold none of them; they compute the layers that the composition assigns to them, or are *idle*, and do what rank 0
+orders until they are taken back or the job ends: see ``OtherRanks``.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from math import prod
-from time import monotonic, sleep
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -23,29 +23,27 @@ from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.connections import connections_of
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh, ranks_by_position
-from spmd_engine.comm.pending import TIMEOUT
+from spmd_engine.comm.mesh import Mesh, mesh_on, ranks_by_position
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.comm.world import Port, merged, part
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.build import composed_layout
+from spmd_engine.engine.helpers import assigned_layers, helper_ranks, passes_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE, Assignment, overlaps, shares_text
 from spmd_engine.engine.state.engine_state import Copies, assigned
+from spmd_engine.engine.state.moving_state import MovingState
 from spmd_engine.engine.zero.compression import compression
-from spmd_engine.errors import CommunicationTimeout, UsageError, one_of
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import reading
 from spmd_engine.models import Model
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.units import readable_bytes
 
-NAP = 0.1  #: seconds between two looks of an idle rank for a message
 #: How the arrays move: between two steps, in memory or by a checkpoint, or while steps go on (see ``migration``).
 PROTOCOLS = ("stop-and-copy", "checkpoint-based", "live")
-_TAG = 32765  # of messages to and from idle ranks: no other message on the world's communicator has it
-_ROOM = 1 << 20  # bytes of a message to an idle rank, which may list the parts of all experts
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,10 @@ class Shape:
         if ranks is None:
             size = count_ranks(axes)
             ranks = self.ranks if len(self.ranks) == size else range(size)
+        if "assign" not in options and (taken := set(helper_ranks(composition.assigned)) & set(ranks)):
+            on_mesh = ", ".join(f"rank {rank}" for rank in sorted(taken))
+            notices = [*notices, f"continues without --assign {composition.assign} ({on_mesh} is on the mesh)"]
+            composition = composition.changed(assign=None)
         experts = self.experts if (axes, composition.expert_axes) == (self.axes, self.composition.expert_axes) else {}
         if request.experts is not None:
             experts = {layer: tuple(parts) for layer, parts in request.experts.items()}
@@ -156,40 +158,40 @@ def _are_numbers(value: Any) -> bool:
 
 
 class Reshaper:
-    """Changes the shape of an engine and its optimizer, on the ranks of the world that ``engine.mesh`` covers.
+    """Changes the shape of an engine, on the ranks of the world that ``engine.mesh`` covers.
 
+    With the engine move its ``optimizer``, unless it is not trained, and its ``states``, such as a cache of sequences.
     ``build`` returns the model with the layers of a composition. ``before``: on a rank that has joined, the world in
-    which it was started. Options are those of ``Mesh``.
+    which it was started. A new mesh has the options of the present one.
     """
 
     def __init__(
         self,
         engine: LayeredEngine,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         shape: Shape,
         build: Callable[[ParallelConfig], Model],
         *,
+        states: Sequence[MovingState] = (),
         before: Communicator | None = None,
-        timeout: float | None = TIMEOUT,
-        **mesh_options: Any,
     ) -> None:
-        self.engine, self.optimizer, self.shape = engine, optimizer, shape
-        self._build, self._ledger = build, engine.mesh.ledger
-        self._mesh_options = {"timeout": timeout, **mesh_options}
-        self.world = engine.mesh.comm
+        self.engine, self.optimizer, self.shape, self.states = engine, optimizer, shape, states
+        self._build, self._ledger, self._options = build, engine.mesh.ledger, engine.mesh.options
+        self.others, self.world = engine.mesh.others, engine.mesh.others.world
         #: from the first to the present, if ranks have joined
         self._worlds = [*([before] if before else []), self.world]
-        self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)  #: also the idle ranks
-        self.idle = IdleRanks(self.world, timeout or TIMEOUT)
-        self._subset: Communicator | None = None  # of the mesh, unless it covers the world
+        self.all_ranks = Group(self.world, "world", self._ledger, **self._options)  #: also those outside the mesh
 
     @property
     def is_idle(self) -> bool:
         """Whether this rank is outside the mesh."""
-        return not self.engine.is_placed
+        return self.world.rank not in self.shape.ranks
 
-    def checked(self, request: ShapeRequest, batch_size: int, micro_batches: int) -> tuple[Shape, list[str]]:
-        """The shape that is requested, and notices: see ``Shape.changed``. Collective over the world.
+    def checked(
+        self, request: ShapeRequest, batch_size: int | None = None, micro_batches: int = 1
+    ) -> tuple[Shape, list[str]]:
+        """The shape that is requested, and notices: see ``Shape.changed``. ``batch_size``: of a training. Collective
+        over the world.
 
         Raises UsageError, the same on all ranks, if the job cannot go on in that shape. Until the ranks agree here,
         any error is such a refusal: what is requested may be anything, and nothing has moved.
@@ -204,7 +206,7 @@ class Reshaper:
         self._check_memory(needed)
         return shape, notices
 
-    def _check(self, shape: Shape, batch_size: int, micro_batches: int) -> int:
+    def _check(self, shape: Shape, batch_size: int | None, micro_batches: int) -> int:
         """The bytes that this rank needs to change to the shape. Raises UsageError if the job cannot go on in it."""
         world, axes, composition = range(self.world.size), shape.axes, shape.composition
         if not shape.ranks or shape.ranks[0] != 0 or len(set(shape.ranks)) < len(shape.ranks):
@@ -216,6 +218,10 @@ class Reshaper:
             )
         if shape == self.shape:
             raise UsageError(f"the job has this shape: {shape}")
+        for rank in helper_ranks(composition.assigned):
+            if rank in shape.ranks or rank >= len(world):
+                where = "on the mesh" if rank in shape.ranks else f"not in the job, of {len(world)} ranks"
+                raise UsageError(f"--assign {composition.assign}: rank {rank} is {where}; name one outside the mesh")
         if composition.compress != self.shape.composition.compress:
             raise UsageError("compress changes the results of a run: it stays as it is")
         if compression(composition.compress).feeds_back:
@@ -234,8 +240,11 @@ class Reshaper:
                 raise UsageError(f"experts of {layer!r}: no layer has experts under this name; {one_of(layer, counts)}")
             layout.parts(layer, "e", counts[layer], position)  # raises MeshError for other experts or parts
         schedule, _ = self._assigned(shape, model, position)
+        if composition.assigned:
+            passes_of(model, composition, axes).programs(micro_batches)
         schedule.program(axes.get("pipe", 1), micro_batches, 0)
-        check_batch(batch_size, micro_batches, layout.spec(model.inputs), position)
+        if batch_size is not None:
+            check_batch(batch_size, micro_batches, layout.spec(model.inputs), position)
         needed = 0
         if not self.is_idle:
             needed += self._bytes(self.shape, self.engine.assignment)
@@ -260,11 +269,12 @@ class Reshaper:
 
     def _bytes(self, shape: Shape, assignment: Assignment) -> int:
         """Bytes in memory of a rank's parameters, gradients and optimizer state."""
-        storage, total = shape.composition.storage, 0
+        storage, total, trained = shape.composition.storage, 0, self.optimizer is not None
+        kinds = len(self.optimizer.kinds) if self.optimizer else 0
         for group in assignment.groups:
             part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.cut))
-            table = storage.table(shape.axes, group.summed.cut, self.engine.dtype)
-            total += sum(table.bytes_by_class(group.size, part, len(self.optimizer.kinds)).values())
+            table = storage.table(shape.axes, group.summed.cut, self.engine.dtype, trained=trained)
+            total += sum(table.bytes_by_class(group.size, part, kinds).values())
         return total
 
     def position_in(self, shape: Shape) -> MeshPosition | None:
@@ -275,7 +285,7 @@ class Reshaper:
         return all_positions(shape.axes)[order.index(shape.ranks.index(self.world.rank))]
 
     def _assigned(self, shape: Shape, model: Model, position: MeshPosition) -> Any:
-        how = shape.composition.how_on(shape.axes)
+        how = shape.composition.changed(assign=None).how_on(shape.axes)
         return assigned(model, position, self.layout_in(shape, model, position), self.engine.dtype.itemsize, **how)
 
     def layout_in(self, shape: Shape, model: Model, place: MeshPosition) -> Layout:
@@ -288,16 +298,12 @@ class Reshaper:
         layers = [(each.context_method, each.reshard_after) for each in (composition, present)]
         return self.engine.model if layers[0] == layers[1] else self._build(composition)
 
-    def within_overlap(self, shape: Shape) -> Shape:
-        """The shape with the layers that stages hold now, if it only moves boundaries between them within these, which
-        moves no parameters or state; else the shape itself."""
+    def at_once(self, shape: Shape) -> Shape:
+        """The shape to take first on the way to this one: with the layers that stages hold now, if boundaries move only
+        within these, which moves no parameters or state; else this shape."""
         moved, before, same = shape.composition, self.shape.composition, {"stages": None, "overlap_layers": None}
-        others_differ = (moved.changed(**same), shape.ranks, shape.experts) != (
-            before.changed(**same),
-            self.shape.ranks,
-            self.shape.experts,
-        )
-        if others_differ or not (moved.storage.overlap and before.storage.overlap and PIPE in shape.axes):
+        rest, earlier = (replace(one, composition=one.composition.changed(**same)) for one in (shape, self.shape))
+        if rest != earlier or not (moved.storage.overlap and before.storage.overlap and PIPE in shape.axes):
             return shape
         held, wanted = (
             overlaps(each.chunks_on(shape.axes, self.engine.model), each.storage.overlap) for each in (before, moved)
@@ -309,6 +315,11 @@ class Reshaper:
                 return replace(shape, composition=composition)
         return shape
 
+    def check_live(self, shape: Shape) -> None:
+        """Raise UsageError if the arrays cannot move to the shape while steps go on."""
+        if any(each.composition.storage.places.kinds for each in (shape, self.shape)):
+            raise UsageError("a live migration cannot move what is offloaded: use --protocol stop-and-copy")
+
     def move(self, shape: Shape, copies: Copies | None = None, fill: Callable[[], Any] | None = None) -> None:
         """Continue in another shape. Collective over the world, with the idle ranks.
 
@@ -316,16 +327,21 @@ class Reshaper:
         ranks if the model cannot be placed; nothing has moved then.
         """
         engine, old, model = self.engine, self.engine.mesh, self.model_in(shape.composition)
-        mesh, subset = on_all_ranks(self.all_ranks, lambda: self._open_mesh(shape))
+        mesh = on_all_ranks(self.all_ranks, lambda: self._open_mesh(shape))
         layout = self.layout_in(shape, model, mesh) if mesh else None
-        how: dict[str, Any] = {"copies": copies, "fill": fill, **shape.composition.how_on(shape.axes)}
+        moves = {"optimizer": self.optimizer, "states": self.states, "copies": copies, "fill": fill}
+        how: dict[str, Any] = {"model": model, "among": self.all_ranks, **moves, **shape.composition.how_on(shape.axes)}
         try:
-            engine.reshard(mesh, layout, optimizer=self.optimizer, model=model, among=self.all_ranks, **how)
+            engine.reshard(mesh, layout, **how)
         except UsageError:
-            _close(mesh, subset)
+            if mesh is not None:
+                mesh.close()
             raise
-        _close(old, self._subset)
-        self._subset, self.shape = subset, shape
+        old.close()
+        self.shape = shape
+        if mesh is None:
+            about = model, shape.composition, engine.mesh, shape.ranks
+            engine.assigned = assigned_layers(*about, engine.dtype, engine.backend)
         del old  # with what its groups keep
         gc.collect()
         return_freed_memory()  # that of the old shape
@@ -333,41 +349,27 @@ class Reshaper:
             if (neighbours := connections_of(world).neighbours) is not None:
                 neighbours.own.return_freed()
 
-    def _open_mesh(self, shape: Shape) -> tuple[Mesh | None, Communicator | None]:
-        """The mesh of a shape, and its communicator unless that is the world's; None on ranks outside it."""
-        world, timeout = self.world, self._mesh_options["timeout"]
-        if world.rank not in shape.ranks:
-            return None, None
-        subset = world.subset(shape.ranks, timeout) if len(shape.ranks) < world.size else None
-        axes: dict[str, Any] = shape.axes
-        options = {**self._mesh_options, "order": shape.composition.order}
-        return Mesh(subset or world, ledger=self._ledger, **options, **axes), subset
+    def _open_mesh(self, shape: Shape) -> Mesh | None:
+        """The mesh of a shape; None on ranks outside it."""
+        options = {**self._options, "order": shape.composition.order}
+        return mesh_on(shape.ranks, shape.axes, self.others, ledger=self._ledger, **options)
 
     def rest(self) -> None:
-        """From now on the ranks outside the mesh are idle, until ``idle.wake``."""
-        self.idle.set([rank for rank in range(self.world.size) if rank not in self.shape.ranks])
+        """From now on the ranks outside the mesh wait for orders, until ``others.wake``."""
+        self.others.set([rank for rank in range(self.world.size) if rank not in self.shape.ranks])
 
     def grow(self, port: Port | None) -> None:
-        """Merge the world, without idle ranks, with that of ranks that join: see ``world.merged``. They have numbers
-        after those of the others, and the mesh stays as it is. Collective over the world."""
-        self.world = merged(self.world, port, joins=False)
+        """Merge the world, whose ranks are all awake, with that of ranks that join: see ``world.merged``. They have
+        numbers after those of the others, and the mesh stays as it is. Collective over the world."""
+        self.world = self.others.world = merged(self.world, port, joins=False)
         self._worlds.append(self.world)
-        self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)
-        self.idle = IdleRanks(self.world, self._mesh_options["timeout"] or TIMEOUT)
+        self.all_ranks = Group(self.world, "world", self._ledger, **self._options)
 
     def close(self, parts: bool) -> None:
         """Close the present mesh, and, if it ``parts``, which is collective over the world, the merged worlds."""
-        _close(self.engine.mesh, self._subset)
-        self._subset = None
+        self.engine.mesh.close()
         while parts and len(self._worlds) > 1:
             part(self._worlds.pop(), self._worlds[-1])
-
-
-def _close(mesh: Mesh | None, subset: Communicator | None) -> None:
-    if mesh is not None:
-        mesh.close()
-    if subset is not None:
-        subset.free()
 
 
 def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
@@ -376,73 +378,3 @@ def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 def _listed(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks)) or "none"
-
-
-# --- Ranks outside the mesh
-
-
-class IdleRanks:
-    """The ranks of the world outside the mesh, and the messages between them and rank 0.
-
-    Rank 0 sends an idle rank one message, which wakes it; the idle rank answers with one, with the number of a signal
-    that it has received, or 0. So no message is left over when the program ends.
-    """
-
-    def __init__(self, world: Communicator, timeout: float) -> None:
-        self._world, self._timeout = world, timeout
-        self.ranks: list[int] = []
-        self.nap = NAP  #: seconds between two looks for a message
-        self._answers: dict[int, tuple[np.ndarray, list]] = {}  # on rank 0: buffers and requests of those under way
-
-    def set(self, ranks: Sequence[int]) -> None:
-        """These ranks are idle from now on."""
-        self.ranks = list(ranks)
-        for rank in ranks if self._world.rank == 0 else ():
-            answer = np.zeros(1, np.int64)
-            self._answers[rank] = answer, self._world.start_receive(answer, rank, _TAG)
-
-    def signal(self) -> int:
-        """The number of a signal that an idle rank has received, on rank 0; 0 for none."""
-        return max(
-            (int(answer[0]) for answer, requests in self._answers.values() if self._world.done(requests)), default=0
-        )
-
-    def wake(self, content: Mapping[str, Any]) -> None:
-        """Send the idle ranks, from rank 0, this content (JSON), and wait until all are awake; none is idle then."""
-        message = np.zeros(_ROOM, np.uint8)
-        data = np.frombuffer(json.dumps(content).encode(), np.uint8)
-        message[: len(data)] = data
-        sends = [request for rank in self._answers for request in self._world.start_send(message, rank, _TAG)]
-        self._wait(lambda: self._world.done(sends) and all(self._world.done(r) for _, r in self._answers.values()))
-        self._answers.clear()
-
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        began, idle = monotonic(), 0
-        while True:
-            self._world.prepare_to_pause(idle)
-            if is_done():
-                return
-            if monotonic() - began > self._timeout:
-                raise CommunicationTimeout(f"waited {self._timeout:g} s for idle ranks {_listed(self.ranks)} to wake")
-            self._world.pause(idle)
-            idle += 1
-
-    def sleep(self, received: Callable[[], int]) -> Mapping[str, Any]:
-        """Sleep on this idle rank until rank 0 sends a message, and return its content.
-
-        ``received`` returns the number of a signal that this process has received, or 0; rank 0 gets it at once.
-        """
-        world, message = self._world, np.zeros(_ROOM, np.uint8)
-        incoming, answer, sends = world.start_receive(message, 0, _TAG), None, []
-        while not world.done(incoming):
-            if answer is None and (signal := received()):
-                answer = np.array([signal])
-                sends = world.start_send(answer, 0, _TAG)
-            sleep(self.nap)
-            world.prepare_to_pause(0)
-            world.pause(0)  # raises RankAborted if another virtual rank has failed
-        if answer is None:
-            answer = np.zeros(1, np.int64)
-            sends = world.start_send(answer, 0, _TAG)
-        self._wait(lambda: world.done(sends))
-        return json.loads(message.tobytes().rstrip(b"\0"))

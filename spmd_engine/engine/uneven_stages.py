@@ -48,14 +48,22 @@ class UnevenNeighbours(PipelineNeighbours):
     Ranks of the two differ along ``pipe`` and the uneven axes; on other axes their coordinates are equal.
     """
 
-    def __init__(self, mesh: Mesh, chunks: Sequence[range], backend: Backend, model: Model, layout: Layout) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        chunks: Sequence[range],
+        places: Sequence[int],
+        backend: Backend,
+        model: Model,
+        layout: Layout,
+    ) -> None:
         self._axes = uneven_axes(mesh.all_axes)
         over = PIPE, *self._axes
-        super().__init__(mesh.group(over), len(chunks), backend)
+        super().__init__(mesh.group(over), places, backend)
         self.stages, self.stage = mesh.axes[PIPE], mesh.coordinates[PIPE]
         self._places = mesh.peers(over)
         self._nodes = mesh.nodes_at(self._places)
-        self._splits = [self._split(model.layers[: layers.stop], layout) for layers in chunks]
+        self._splits = [self._split(model.layers[: layers.stop] or model.layers[:1], layout) for layers in chunks]
         self._links: dict[tuple[int, int, int | None], list[StageMessage]] = {}
 
     def _split(self, layers: Sequence[tuple[str, Layer]], layout: Layout) -> tuple[int, int | None] | None:
@@ -70,7 +78,7 @@ class UnevenNeighbours(PipelineNeighbours):
     def start_send(self, x: Array, m: int, chunk: int, to: int, ctx: ForwardContext | None = None) -> Any:
         dim, links = self._transfer(chunk, to, ctx)
         channel, label = self._channel(m, chunk, to), "input" if to > chunk else "gradient"
-        return _Several(
+        return Several(
             self._pipe.start_send(link.receiver, x[(slice(None),) * dim + (link.part,)], channel=channel, label=label)
             for link in links
             if link.sender == self._pipe.rank
@@ -79,7 +87,7 @@ class UnevenNeighbours(PipelineNeighbours):
     def start_receive(self, m: int, chunk: int, source: int, ctx: ForwardContext | None = None) -> Any:
         dim, links = self._transfer(source, chunk, ctx)
         channel, label = self._channel(m, source, chunk), "input" if chunk > source else "gradient"
-        pieces = _Several(
+        pieces = Several(
             self._pipe.start_receive(link.sender, like=self._backend, channel=channel, label=label)
             for link in links
             if link.receiver == self._pipe.rank
@@ -92,7 +100,7 @@ class UnevenNeighbours(PipelineNeighbours):
         dim, length = split or (0, None)
         if split and length is None and ctx is not None:
             length = ctx.positions.shape[-1]
-        stages = source % self.stages, to % self.stages
+        stages = self.places[source], self.places[to]
         if (*stages, length) not in self._links:
             self._links[*stages, length] = self._plan(*stages, length)
         return dim, self._links[*stages, length]
@@ -117,8 +125,8 @@ class UnevenNeighbours(PipelineNeighbours):
         return links + [StageMessage(sender, rank, slice(0, 0)) for rank in sorted(lacking)]
 
 
-class _Several:
-    """Messages under way; ``wait()`` returns what is received."""
+class Several:
+    """Messages under way; ``wait()`` returns what is received by each."""
 
     def __init__(self, messages: Iterable[Pending]) -> None:
         self._messages = list(messages)

@@ -13,11 +13,10 @@ from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import checked_axes, count_ranks
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh, mesh_without
+from spmd_engine.comm.mesh import Mesh, mesh_beside
 from spmd_engine.comm.world import world
 from spmd_engine.configuration import settings_of
 from spmd_engine.engine import ModelConfig, ParallelConfig
-from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import IMAGES
 from spmd_engine.strategies import default_axes, strategy_named
@@ -194,14 +193,18 @@ class ResolvedJob:
 
     job: TrainConfig
     axes: Mapping[str, Any]  #: of its mesh; empty: all ranks along "data"
-    helpers: Sequence[int]  #: the ranks outside the mesh that compute layers
+    others: Sequence[int]  #: the ranks outside the mesh that compute layers
     notices: Sequence[str] = ()
 
     def open_mesh(self) -> Mesh:
-        """Open the mesh. Collective over the world; raises UsageError if the world has another number of ranks."""
-        job = self.job
-        options = {"check": job.check, "timeout": job.timeout, "deterministic": job.deterministic}
-        return mesh_without(self.helpers, self.axes, order=job.composition.order, **options)
+        """Open the mesh, beside the helper ranks. Collective over the world; raises UsageError if the world has another
+        number of ranks."""
+        return mesh_beside(self.others, self.axes, order=self.job.composition.order, **self.job.mesh_options)
+
+
+def mesh_of(job: TrainConfig, axes: Mapping[str, Any], others: Sequence[int], **options: Any) -> Mesh:
+    """Open the mesh of a job with these axes, beside the ``others``. ``options`` are those of ``Mesh``."""
+    return mesh_beside(others, axes, order=job.composition.order, check=job.check, **options)
 
 
 def resolve(
@@ -217,8 +220,8 @@ def resolve(
     axes: Any = job.composition.mesh or {}
     if job.strategy and not axes:
         axes = default_axes(strategy_named(job.strategy), world().size)
-    helpers, notices = _helpers_of(job, axes, resume, given), []
-    if job.composition.assigned and not helpers:
+    others, notices = _others_of(job, axes, resume, given), []
+    if job.composition.assigned and not others:
         notices = [f"continues without --assign {job.composition.assign} (there are no more ranks)"]
         job = job.changed(composition=job.composition.changed(assign=None))
     if job.model.path is not None or job.model.adapter is not None:
@@ -226,15 +229,15 @@ def resolve(
             job = with_shape_of_weights(job, all_ranks.group())
     if job.model.lora is not None and job.model.path is None:
         raise UsageError(f"adapters need trained weights, and {job.model.name} has none: give --model PATH")
-    on_mesh = checked_axes(axes or {"data": world().size - len(helpers)})
-    if not job.shards_itself and count_ranks(on_mesh) == world().size - len(helpers):
+    on_mesh = checked_axes(axes or {"data": world().size - len(others)})
+    if not job.shards_itself and count_ranks(on_mesh) == world().size - len(others):
         composition, left_out = job.composition, []
         model = job.model.build(composition)
         if resume:
             composition, left_out = composition.fitted(on_mesh, model, given)
         composition.check(on_mesh, model)
         job, notices = job.changed(composition=composition), left_out + notices
-    return ResolvedJob(job, axes, helpers, notices)
+    return ResolvedJob(job, axes, others, notices)
 
 
 def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainConfig:
@@ -245,16 +248,16 @@ def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainCo
     return TrainConfig.from_json(job, "train") if job is not None else TrainConfig()
 
 
-def _helpers_of(job: TrainConfig, axes: Mapping[str, Any], resume: bool, given: Collection[str]) -> Sequence[int]:
-    helpers = helper_ranks(job.composition.assigned)
-    if helpers and job.shards_itself:
+def _others_of(job: TrainConfig, axes: Mapping[str, Any], resume: bool, given: Collection[str]) -> Sequence[int]:
+    others = job.composition.ranks_outside
+    if others and job.shards_itself:
         raise UsageError(f"--assign: {job.strategy or job.model.name} shards itself; helper ranks compute layers")
-    if helpers and job.adapt is not None:
-        raise UsageError("--assign with --adapt: a run with helper ranks keeps its shape; omit one of them")
-    if helpers and resume and "assign" not in given:
-        left = world().size - len(helpers)
-        return helpers if max(helpers) < world().size and count_ranks(axes or {"": left}) == left else []
-    return helpers
+    if others and job.adapt is not None:
+        raise UsageError("--assign with --adapt: the policy knows no helper ranks; omit one of them")
+    if others and resume and "assign" not in given:
+        left = world().size - len(others)
+        return others if max(others) < world().size and count_ranks(axes or {"": left}) == left else []
+    return others
 
 
 def with_shape_of_weights(job: TrainConfig, group: Group) -> TrainConfig:

@@ -14,9 +14,10 @@ from spmd_engine.arrays.backend import get_backend
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
+from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.group import Group
-from spmd_engine.engine.helper_job import Helpers, order_to_help, serve_as_helper
+from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
@@ -24,6 +25,7 @@ from spmd_engine.jobs.resolve import resolve
 from spmd_engine.models.load_config import short_name
 from spmd_engine.planning.dry_run.first_step_check import first_step_check
 from spmd_engine.planning.machine.product_choice import choose_products
+from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.hooks import Hook
@@ -60,7 +62,7 @@ def train(
     permit, unless they are ``given``. ``stop_at`` ends the run before the job's last step; ``trace`` is the number of
     steps to trace. After each step but the last and traced ones, ``propose(step)`` is called on rank 0 and may return a
     request to change the shape of the job; see also ``migrate``. ``hooks`` act between the parts of the job, on every
-    rank, beside those of this package. A helper rank returns None at the end of the job.
+    rank, beside those of this package. A helper rank, which is not on the mesh, has a Run, too.
     Raises UsageError for a job that cannot run.
     """
     resolved = resolve(job, resume, given)
@@ -69,35 +71,53 @@ def train(
         raise UsageError(f"--stop-at {stop_at} with --steps {steps}: it must be from 1 to {steps}")
     if resume and run is None:
         raise UsageError("--resume needs --run NAME: name the run to continue")
-    with resolved.open_mesh() as mesh, Helpers(mesh) as helpers:
-        if mesh.is_helper:
-            if code := serve_as_helper(mesh, job.model):
-                sys.exit(code)
-            return None  # pyright: ignore[reportReturnType]  (only in jobs with helper ranks)
+    with resolved.open_mesh() as mesh:
         get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
         early = [CommonChoices(), *hooks]
-        notices = [*resolved.notices, *(notice for hook in early for notice in hook.prepare(job, mesh.group()))]
-        workload = open_workload(job, mesh)
-        if mesh.helpers and isinstance(workload.engine, LayeredEngine):
-            order = order_to_help(workload.job.model, mesh, job.composition, job.device)
-            helpers.start(order, workload.engine.first_owners)
-        notices += _notices_without_effect(workload)
-        folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
-        if job.adapt is not None:
-            from spmd_engine.adaptive.adapter import Adapter  # which imports much, and few jobs need it
+        notices = [*resolved.notices, *(notice for hook in early for notice in hook.prepare(job, mesh.all_ranks()))]
+        if mesh.others.have_this:
+            return _train_outside(job, mesh, early)
+        with mesh.others:
+            workload = open_workload(job, mesh)
+            notices += _notices_without_effect(workload)
+            folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
+            if job.adapt is not None:
+                from spmd_engine.adaptive.adapter import Adapter  # which imports much, and few jobs need it
 
-            adapter, given_propose = Adapter(job.adapt), propose
-            observers, propose = [*observers, adapter], lambda step: given_propose(step) or adapter.propose(step)
-        changes = ShapeChanges(workload, propose, helpers=helpers)
-        new_run = make_run(workload, folder, observers, trace, hooks_of(workload, changes, early, enforce))
-        with new_run.locked():  # before anything is read from or written to the folder
-            loaded = _begin(new_run, workload, resume)
-            if resume:
-                notices += _notices_of_rates(new_run, workload)
-            parameters = workload.parameter_count  # on all ranks: an engine may have to exchange shapes
-            new_run.notify("opened", workload, parameters, notices)
-            new_run.notify("loaded", loaded)
-            new_run.train(stop_at or steps)
+                adapter, given_propose = Adapter(job.adapt), propose
+                observers, propose = [*observers, adapter], lambda step: given_propose(step) or adapter.propose(step)
+            changes = ShapeChanges(workload, propose)
+            new_run = make_run(workload, folder, observers, trace, hooks_of(workload, changes, early, enforce))
+            with new_run.locked():  # before anything is read from or written to the folder
+                loaded = _begin(new_run, workload, resume)
+                if resume:
+                    notices += _notices_of_rates(new_run, workload)
+                parameters = workload.parameter_count  # on all ranks: an engine may have to exchange shapes
+                new_run.notify("opened", workload, parameters, notices)
+                new_run.notify("loaded", loaded)
+                composition = job.composition.changed(mesh=dict(mesh.all_axes))
+                config = with_corpus(workload).changed(composition=composition).as_json()
+                if mesh.rank == 0:
+                    order = {"config": config, "folder": str(folder), "steps": stop_at or steps}
+                    mesh.others.send(order, mesh.others.ranks)
+                new_run.train(stop_at or steps)
+    return new_run
+
+
+def _train_outside(job: TrainConfig, mesh: Mesh, early: Sequence[Hook]) -> Run:
+    """The part of a rank that is not on the mesh at first: it follows the orders of rank 0."""
+    with StopFlag(to_save=False) as stop:
+        if not (order := mesh.others.take(lambda: stop.received)):
+            sys.exit()
+        stop.to_save = True
+        described = TrainConfig.from_json(order["config"], "the order of rank 0")
+        job = described.changed(model=described.model.permitted_by(job.model))
+        alone = Mesh(solo(mesh.comm.progress), ledger=mesh.ledger)  # it reads the data by itself, as ranks that join do
+        alone.others = mesh.others
+        workload = open_workload(job, alone, placed=False)
+        workload.engine.mesh = mesh
+        new_run = make_run(workload, Path(order["folder"]), hooks=hooks_of(workload, ShapeChanges(workload), early))
+        new_run.train_from_between(order["steps"], stop)
     return new_run
 
 

@@ -15,7 +15,7 @@ from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import table as tensor_table
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.build import composed_assignment, composed_layout
-from spmd_engine.engine.helpers import helper_stage
+from spmd_engine.engine.helpers import stages_of
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE, Assignment, assign, homes_of, misfit, parse_shares
 from spmd_engine.errors import UsageError, one_of
@@ -23,6 +23,7 @@ from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Buffer
 from spmd_engine.models import Model
+from spmd_engine.observability.render import text_table
 from spmd_engine.sharding.experts import routing_table
 from spmd_engine.sharding.groups import Home
 from spmd_engine.sharding.layout import Layout
@@ -182,7 +183,8 @@ def print_shardings(console: Console, job: TrainConfig, model: Model, compositio
             console.print(f"{where}frozen weights in parts -> {_counted(len(assignment.frozen), 'group')}")
     for term in composition.assigned:
         numbers = term.numbers(model)
-        where = f" of stage {helper_stage(model, axes, composition, term.rank)}" if len(assignments) > 1 else ""
+        stages = ", ".join(map(str, stages_of(term, model, axes, composition)))
+        where = f" of stage {stages}" if len(assignments) > 1 else ""
         names = f"{model.layers[numbers[0]][0]} to {model.layers[numbers[-1]][0]}"
         console.print(
             f"helper rank {term.rank} computes {_counted(len(numbers), 'layer')}{where}, {names}, for its owners"
@@ -203,8 +205,8 @@ def _arrays(
     stages: Mapping[str, Sequence[int]],
 ) -> Table:
     """A table of the arrays with their shardings and, in a pipeline, the ``stages`` that have them."""
-    columns = [kind, "sharding", "whole shape", "on the first rank", *(["stages"] if stages else [])]
-    table = Table(*columns, box=None, header_style="bold")
+    heads = [kind, "sharding", "whole shape", "on the first rank", *(["stages"] if stages else [])]
+    rows = []
     counts: dict[str, list[int]] = {}  # all experts, and those of the first rank
     for name, (array, _) in arrays.items():
         if array.element:
@@ -220,8 +222,8 @@ def _arrays(
         spec = layout.spec(array.dims)
         block = spec.local_shape(shape, place)
         cells = in_all + "x".join(map(str, shape)), in_shard + "x".join(map(str, block))
-        table.add_row(_row_key(name, array), str(spec), *cells, *([",".join(map(str, stages[name]))] if stages else []))
-    return table
+        rows.append((_row_key(name, array), str(spec), *cells, *([",".join(map(str, stages[name]))] if stages else [])))
+    return text_table(heads, rows)
 
 
 def _stages_of(model: Model, assignments: Sequence[Assignment]) -> dict[str, tuple[int, ...]]:

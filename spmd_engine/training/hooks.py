@@ -48,10 +48,8 @@ class Hook:
 
     def between_steps(self, step: int, requested: bool) -> None:
         """The step is reported, and the next one has not begun. ``requested``: whether any rank had a request of this
-        hook. A hook that moves the engine to another mesh is the last one, as the others act on the old mesh."""
-
-    def outside(self) -> None:
-        """This rank is not on the mesh of the next step. Called until it is."""
+        hook. A hook that moves the engine to another mesh is the last one, as the others act on the old mesh; it calls
+        ``others.wake({"hook": PLACE})`` first, so that ranks outside the mesh call this method of it, too."""
 
     def notified(self, name: str, *facts: Any) -> None:
         """Something has happened to the run: ``name`` is a method of ``Observer``, ``facts`` its arguments. Also called

@@ -22,13 +22,21 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
-from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.helpers import follow_orders
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.pictures import html_table
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
-from spmd_engine.training.observers import ActivityFile, EventLog, MetricsFile, Observer, Observers, lines_up_to
+from spmd_engine.training.observers import (
+    ActivityFile,
+    DataPicture,
+    EventLog,
+    MetricsFile,
+    Observer,
+    Observers,
+    lines_up_to,
+)
 from spmd_engine.training.trainer import StepReport, Trainer, by_rank
 
 logger = logging.getLogger(__name__)
@@ -48,7 +56,7 @@ class Run:
     one must succeed. Every ``check_replicas_every`` steps (0: never) ranks compare their replicas, and a flipped bit
     ends the run. ``trace`` is the number of steps, from the second on, to trace in ``trace.json``. ``sample`` is called
     on all ranks at the end, for a text that shows what the model learnt. ``hooks`` act in and between the steps, after
-    those of the trainer; they may replace ``validation``, ``config`` and the engine's mesh.
+    those of the trainer; they may replace the engine's mesh, and call ``continue_as`` then.
 
     SIGINT, SIGTERM, SIGUSR1 or SIGHUP to any rank ends the run after the current step, or the current batch of an
     evaluation, which then has no result: it is saved, reported to the observers, and raises SystemExit on every rank,
@@ -82,7 +90,6 @@ class Run:
         self._check_replicas_every = check_replicas_every
         self._phase = trainer.engine.mesh.activity.phase
         self.tracing = False  #: whether steps are being traced
-        self.moving = False  #: whether a hook copies parameters and state meanwhile, so that no other may move them
         self._saving: Save | None = None  # a save that is perhaps not complete
         self._unsaved = False  # whether the last save has failed
         self._report: StepReport | None = None  # of a step, until the observers get it with its evaluation
@@ -91,7 +98,7 @@ class Run:
         self.evaluation: Evaluation | None = None  #: the last one
         self.memory_limits: list[int] = []  #: bytes that each rank of the world may use: its part of its node's
         self.hooks = trainer.hooks = (*trainer.hooks, *hooks)
-        files = MetricsFile(), EventLog(self.folder), ActivityFile()
+        files = MetricsFile(), EventLog(self.folder), ActivityFile(), DataPicture(self.folder)
         self._observers = Observers((*files, *observers) if self.engine.device_id == 0 else ())
 
     @property
@@ -114,6 +121,11 @@ class Run:
         link = f'<p><a href="{escape(page.as_posix())}">report</a></p>' if page.is_file() else ""
         return html_table("Run", ["", ""], rows, numbers=False) + link
 
+    def continue_as(self, composition: ParallelConfig, validation: Sequence[Batch]) -> None:
+        """The engine is on another mesh now: with this composition, and with these validation batches."""
+        self.config = {**(self.config or {}), "composition": composition.as_json()}
+        self.validation = validation
+
     def gather_memory_limits(self, all_ranks: Group) -> None:
         """Learn how much memory each rank may use. Collective."""
         nodes = list(all_ranks.comm.hosts)
@@ -135,18 +147,18 @@ class Run:
                 self.save()
         return self.loss
 
-    def train_from_between(self, steps: int, stop: StopFlag, enter: Callable[[], None]) -> None:
-        """As ``train``, on a rank that joins the run after one of its steps: ``enter`` returns when this rank is on the
-        mesh of the next step. ``stop`` is open."""
+    def train_from_between(self, steps: int, stop: StopFlag, enter: Callable[[], None] = lambda: None) -> None:
+        """As ``train``, on a rank that is not on the mesh at first, such as one that joins the run after one of its
+        steps. ``enter`` is called at the beginning; ``stop`` is open."""
         self.engine.mesh.activity.folder = self.folder
         self._lock = RunLock(self.folder)  # which rank 0 has taken
         self.trainer.stop = stop
         with self._hooked(steps):
             enter()
-            self._wait_outside()
-            self._save_after_step(steps, stop)
-            self._go_on(steps, stop)
-            self.sample()
+            if self._is_on_mesh(stop):
+                self._save_after_step(steps, stop)
+                self._go_on(steps, stop)
+                self.sample()
 
     def _go_on(self, steps: int, stop: StopFlag) -> None:
         """The steps up to ``steps``, with what follows each of them.
@@ -169,17 +181,22 @@ class Run:
                 self._notify_evaluated()
             for place, hook in enumerate(self.hooks):
                 hook.between_steps(report.step, bool(self.trainer.requested >> place & 1))
-            self._wait_outside()
+            if not self._is_on_mesh(stop):
+                return
             self._save_after_step(steps, stop, stopped)
         if stop.taken:
             self.notify("stopped", self.steps_done, stop.taken)
             sys.exit(128 + stop.taken)
 
-    def _wait_outside(self) -> None:
-        """Return when this rank has the next step to do."""
-        while isinstance(self.engine, LayeredEngine) and not self.engine.is_placed:
-            for hook in self.hooks:
-                hook.outside()
+    def _is_on_mesh(self, stop: StopFlag) -> bool:
+        """Return True when this rank has the next step to do; until then it does what rank 0 orders. False: the run has
+        ended meanwhile. Raises UsageError or SystemExit if it has ended so."""
+        while (order := follow_orders(self.engine, lambda: stop.received)) is not None:
+            if not order:
+                stop.take(stop.received)
+                return False
+            self.hooks[order["hook"]].between_steps(self.steps_done, requested=True)
+        return True
 
     def _evaluates(self, steps: int) -> bool:
         return self.steps_done == steps or _due(self.eval_every, self.steps_done)

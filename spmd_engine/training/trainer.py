@@ -110,7 +110,7 @@ class Trainer:
         max_skipped: int = 0,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        _check_arguments(engine, optimizer, batches, rate)
+        _check_arguments(engine, optimizer, batches, rate, grad_clip)
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.hooks = stop, max_skipped, tuple(hooks)
@@ -154,9 +154,7 @@ class Trainer:
             self.stop.to_save = True
         # Only this proves that all ranks skip: each may have taken the norm of its own copy of the summed gradients.
         requests = sum(bool(hook.has_request(step + 1)) << place for place, hook in enumerate(self.hooks))
-        seconds, facts, signal, self.requested = metrics.close(
-            skips, self.stop.received if self.stop else None, requests
-        )
+        seconds, facts, signal, self.requested = metrics.close(skips, self._received() if self.stop else None, requests)
         skipped = self._skip(loss, norm, batch) if skips else None
         if self.loss_scale:
             self.loss_scale.update(overflow=skips)
@@ -219,8 +217,22 @@ class Trainer:
                 return f"the {name} on rank {', '.join(ranks)} have values that are not finite: mend the data"
         return ""
 
+    def pack(self, engine: ShardedEngine) -> tuple[Any, dict[str, Any]]:
+        """The scalars that move with the engine to another mesh: see ``MovingState``."""
+        scale = self.loss_scale.as_json() if self.loss_scale else None
+        return {"step": self.steps_done, "skipped": self.skipped_in_a_row, "loss_scale": scale}, {}
+
+    def unpack(self, engine: ShardedEngine | None, facts: Sequence[Any], whole: Any) -> dict[str, Any]:
+        """Continue from the scalars of the old mesh, also on a rank that had no place there."""
+        self.steps_done, self.skipped_in_a_row = facts[0]["step"], facts[0]["skipped"]
+        if self.loss_scale:
+            self.loss_scale.restore(facts[0]["loss_scale"])
+        return {}
+
     def run(self, steps: int) -> Iterator[StepReport]:
         """Make steps until ``steps`` are done in all, or until a signal: each when its report is taken."""
+        if not hasattr(steps, "__float__"):
+            raise UsageError(f"Trainer.run({steps!r}): give the number of steps in all")
         return _Steps(self, steps)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -259,9 +271,16 @@ class Trainer:
         if watches:
             self._takes_signal()  # one that came in the last batch: no step follows
 
+    def _received(self) -> int:
+        """The number of a signal that this rank has received or, on rank 0, one that is not on the mesh; 0 for none."""
+        assert self.stop
+        if self.stop.to_save:
+            self.stop.receive(self.engine.mesh.others.signal())
+        return self.stop.received
+
     def _takes_signal(self) -> int:
         assert self.stop
-        signal = self.engine.group().all_reduce(np.array(self.stop.received), "max", label="signal")
+        signal = self.engine.group().all_reduce(np.array(self._received()), "max", label="signal")
         self.stop.take(int(signal))
         return self.stop.taken
 
@@ -292,14 +311,15 @@ def _all_finite(x: Any) -> bool:
     return bool(backend_of(x).xp.isfinite(x).all())
 
 
-def _check_arguments(engine: Any, optimizer: Any, batches: Any, rate: Any) -> None:
+def _check_arguments(engine: Any, optimizer: Any, batches: Any, rate: Any, grad_clip: Any) -> None:
     expectations = {
         "engine": (isinstance(engine, ShardedEngine), "a ShardedEngine, not its class"),
         "optimizer": (isinstance(optimizer, Optimizer), "an Optimizer, as SGD(), not its class"),
         "batches": (callable(batches), "a function of the step, as lambda step: batch_of(x, y, engine, step=step)"),
         "rate": (callable(rate), "a function of the step, as lambda step: 0.1"),
+        "grad_clip": (hasattr(grad_clip, "__float__"), "a number"),
     }
-    arguments = {"engine": engine, "optimizer": optimizer, "batches": batches, "rate": rate}
+    arguments = {"engine": engine, "optimizer": optimizer, "batches": batches, "rate": rate, "grad_clip": grad_clip}
     for name, (fits, expected) in expectations.items():
         if not fits and arguments[name] is not None:  # None in a trainer for evaluations only
             description = described(arguments[name])
@@ -320,7 +340,7 @@ class StepMetrics:
 
     def __init__(self, mesh: Mesh, brief: bool = False) -> None:
         self._mesh, self._brief, self._began = mesh, brief, perf_counter()
-        self._alone = mesh.size == 1 and not mesh.helpers
+        self._alone = mesh.others.world.size == 1
         self._before = None if self._alone or brief else _state(mesh)
 
     def close(
@@ -416,8 +436,8 @@ def _check_equal(skips: np.ndarray) -> None:
 
 
 def _counted_axes(mesh: Mesh) -> list[str]:
-    """The axes of the mesh, and that of messages with helper ranks."""
-    return [*mesh.axes, *([mesh.outside.axes] if mesh.outside else [])]
+    """The axes of the mesh, and that of messages with other ranks."""
+    return [*mesh.axes, *(["helper"] if mesh.others.world.size > mesh.size else [])]
 
 
 def _state(mesh: Mesh) -> np.ndarray:

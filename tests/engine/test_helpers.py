@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from spmd_engine import run_threads
-from spmd_engine.comm.mesh import Mesh, mesh_without
+from spmd_engine.comm.mesh import Mesh, mesh_beside
 from spmd_engine.comm.world import world
 from spmd_engine.engine import SGD
 from spmd_engine.engine.build import build_engine
-from spmd_engine.engine.helper_job import Helpers, serve
-from spmd_engine.engine.helpers import AssignedLayers
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import MeshError, UsageError
@@ -52,7 +50,9 @@ CASES = [
     (GPT, {"pipe": 2}, "block0:rank2", {"recompute": "attention"}),
     (GPT, {"pipe": 2}, "block5-6:rank1", {"schedule": "zero-bubble"}),
     (GPT, {"pipe": 2, "data": 2}, "block0:rank1,block6-7:rank2", {"schedule": "zero-bubble", "zero": 2}),
-    (GPT, {"pipe": 2}, "block2-3:rank2", {"schedule": "interleaved"}),
+    (GPT, {"pipe": 2}, "block2-3:rank2", {"schedule": "interleaved"}),  # it serves both stages, as the next two do
+    (GPT, {"pipe": 2, "data": 2}, "block2-5:rank1,head:rank1", {"zero": 3}),
+    (GPT, {"pipe": 2}, "embedding:rank2,block3-4:rank2,block5:rank1", {"schedule": "zero-bubble"}),
     (GPT, {"data": 2, "pipe": 2}, "block2-3:rank4", {"schedule": "interleaved", "zero": 1}),
     (GPT, {"pipe": 2}, "block3:rank2,block6:rank3", {"overlap_layers": "4"}),  # block3 is in the overlap
     (GPT, {"data": 2}, "block1-2:rank2", {"zero": 3, "offload": "optimizer,parameters,activations"}),
@@ -119,7 +119,6 @@ def test_sixteen_bit_activations_are_sent_as_such_and_gradients_as_they_are_summ
         ({"data": 2}, "block1-2:rank2,block2:rank3", "another rank has some of these layers"),
         ({"data": 2, "model": 2}, "block1:rank4", "axis model splits these layers, and a helper rank computes whole"),
         ({"context": 2}, "block1:rank2", "axis context splits these layers"),
-        ({"pipe": 2}, "block2-5:rank2", "the layers of rank 2 are on stages 0, 1; a helper rank serves one stage"),
     ],
 )
 def test_what_helper_ranks_cannot_compute_is_one_clear_error(axes, assign, message):
@@ -135,35 +134,34 @@ def test_experts_that_ranks_share_cannot_be_assigned():
 
 @pytest.mark.mpi(ranks=3)
 def test_helper_ranks_take_devices_as_the_other_ranks_of_their_node_do():
-    with mesh_without([1], {"data": 2}) as mesh:
+    with mesh_beside([1], {"data": 2}) as mesh:
         assert mesh.process_on_node == (world().rank, 3)
 
 
 def test_a_mesh_is_opened_without_its_helper_ranks():
     def program(helpers, axes):
-        mesh_without(helpers, axes)
+        mesh_beside(helpers, axes)
 
     with pytest.raises(UsageError, match="helper rank 3: the job has the ranks 0 to 2"):
         run_threads(program, 3, args=([3], {}))
     with pytest.raises(MeshError, match="mesh data=3 needs 3 ranks, but there are 2"):
         run_threads(program, 3, args=([1], {"data": 3}))
-    with pytest.raises(UsageError, match="the mesh was opened without the ranks"), Mesh() as mesh:
-        AssignedLayers("block0:rank1", build_model("gpt-nano"), mesh, [range(20)])
+    with pytest.raises(UsageError, match="rank 1 is not outside the mesh, of 1 ranks"), Mesh() as mesh:
+        build_engine(GPT, mesh, ParallelConfig(mesh={"data": 1}, assign="block0:rank1"))
 
 
-def test_helper_ranks_end_with_the_error_of_the_others():
+def test_other_ranks_end_with_the_error_of_those_on_the_mesh():
     sent = {}
 
     def program():
-        with mesh_without([1], {}) as mesh:
+        with mesh_beside([1], {}) as mesh:
             try:
-                with pytest.raises(UsageError, match="there are no data"), Helpers(mesh):
-                    if mesh.is_helper:
-                        return serve(mesh, lambda order: None)
+                with pytest.raises(UsageError, match="there are no data"), mesh.others as others:
+                    if others.have_this:
+                        return others.take()
                     raise UsageError("there are no data")
             finally:
-                sent[mesh.is_helper] = calls_and_bytes(mesh.ledger)
+                sent[mesh.others.have_this] = calls_and_bytes(mesh.ledger)
 
     run_threads(program, 2)
-    assert [*sent[False]] == [("send", "helper", "request")]
-    assert [*sent[True]] == [("receive", "helper", "request")]  # with a message in flight MPI does not end properly
+    assert sent == {False: {}}  # both are awake, and no message is in flight

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.hf.weights import Pretrained, adapter_options
@@ -141,7 +142,7 @@ def read_weights(path):
     found = Pretrained(path if path.suffix == ".gguf" else path.parent)
     for name in found:
         found[name][...]
-    found.check_copies()
+    found.check_files()
 
 
 def read_plain(path):
@@ -152,6 +153,25 @@ def read_plain(path):
 def read_images(path):
     found = find_images(str(path))
     return ImageRows(found.parts)[:].tobytes(), found.y.tolist()
+
+
+def picture_file(ending):
+    def write(folder):
+        write_folder(folder)
+        for path in folder.rglob("*.png"):
+            with Image.open(path) as picture:
+                picture.save(path.with_suffix(f".{ending}"))
+            path.unlink()
+        return folder / "class1" / f"01.{ending}"
+
+    return write
+
+
+def image_table(folder):
+    write_folder(folder)
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*.png"))]
+    (folder / "x.csv").write_text("path,label\n" + "".join(f"{path},{path.parent}\n" for path in paths))
+    return folder / "x.csv"
 
 
 JOB = TrainConfig.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts").as_json()
@@ -217,6 +237,9 @@ KINDS = {
         lambda path: read_images(path.parents[1]),
         is_proven=True,
     ),
+    "jpeg": Kind(picture_file("jpg"), lambda path: read_images(path.parents[1])),
+    "tiff": Kind(picture_file("tif"), lambda path: read_images(path.parents[1])),
+    "table of images": Kind(image_table, lambda path: find_images(str(path)).y.tolist(), JSON[:2]),
 } | {
     f"config of {family}": Kind(
         copied(GOLDEN / "decoders" / family, "config.json"), lambda path: len(Pretrained(path.parent)), JSON

@@ -12,8 +12,8 @@ from mpi_harness.launch import Job, mpiexec
 from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.checkpoints.format.folder import find_checkpoint
-from spmd_engine.engine import helper_job
 from spmd_engine.errors import UsageError
+from spmd_engine.jobs import run_job
 from spmd_engine.runtime.signals import StopFlag
 from support.command_line import QUIET, TEXT
 
@@ -34,7 +34,7 @@ def test_a_run_resumes_with_other_helper_ranks_and_without(tmp_path, seed):
     config = config_of(seed, tmp_path)
     helped = config.with_options(assign=f"{last_layer(config)}:rank2")
     results = run_threads(lambda: train(helped, tmp_path / "run", stop_at=2), 3)
-    assert results[2] is None and results[0].steps_done == 2
+    assert results[0].steps_done == 2
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["predicted"]["differences"] == 0 and first["predicted"]["bytes_sent"] == first["bytes_sent"]
     other = config.with_options(assign=f"{last_layer(config)}:rank1")
@@ -45,13 +45,25 @@ def test_a_run_resumes_with_other_helper_ranks_and_without(tmp_path, seed):
     assert "continues without --assign" in events(tmp_path / "run", "opened")[-1]["notices"][0]
 
 
-def test_a_run_with_helper_ranks_keeps_its_shape(tmp_path):
+def test_a_run_with_helper_ranks_changes_its_shape(tmp_path):
+    """A helper rank becomes idle, is taken onto the mesh, and another one helps; then it is the first one's turn."""
     config = config_of(EXPERTS, tmp_path)
-    helped = config.with_options(assign=f"{last_layer(config)}:rank2", steps=3)
-    request = {1: ShapeRequest({"mesh": {"data": 1}})}
-    run_threads(lambda: train(helped, tmp_path / "run", propose=request.get), 3)
-    (refused,) = events(tmp_path / "run", "not reshaped")
-    assert "a run with helper ranks (--assign) keeps its shape" in refused["why"]
+    layer = last_layer(config)
+    helped = config.with_options(assign=f"{layer}:rank2")
+    requests = {
+        1: ShapeRequest({"mesh": {"data": 2}, "assign": None}),
+        2: ShapeRequest({"mesh": {"data": 3}}),
+        3: ShapeRequest({"mesh": {"data": 1}, "assign": f"{layer}:rank1"}),
+        4: ShapeRequest({"mesh": {"data": 2}}),  # rank 1 is on the mesh
+        5: ShapeRequest({"assign": f"{layer}:rank1"}),
+    }
+    run_threads(lambda: train(helped, tmp_path / "run", propose=requests.get), 3)
+    changes = events(tmp_path / "run", "reshaped", "not reshaped")
+    assert [each.get("ranks") for each in changes] == [[0, 1], [0, 1, 2], [0], [0, 1], None]
+    assert changes[3]["notices"] == [f"continues without --assign {layer}:rank1 (rank 1 is on the mesh)"]
+    assert "rank 1 is on the mesh; name one outside" in changes[4]["why"]
+    run_threads(lambda: train(config.with_options(mesh={"data": 1}), tmp_path / "alone"), 1)
+    assert_same(tmp_path / "run", tmp_path / "alone")
     with pytest.raises(UsageError, match="--assign with --adapt"):
         run_threads(lambda: train(TrainConfig.from_json({**helped.as_json(), "adapt": {}}), tmp_path / "other"), 3)
 
@@ -64,7 +76,7 @@ def test_a_signal_to_a_helper_rank_ends_the_run_after_a_save(tmp_path, monkeypat
             self.receive(signal.SIGTERM)
             return super().__enter__()
 
-    monkeypatch.setattr(helper_job, "StopFlag", Told)
+    monkeypatch.setattr(run_job, "StopFlag", Told)
     config = config_of(EXPERTS, tmp_path)
     helped = config.with_options(assign=f"{last_layer(config)}:rank2")
     with pytest.raises(SystemExit, match="143"):

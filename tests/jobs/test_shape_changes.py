@@ -13,7 +13,8 @@ import pytest
 from spmd_engine import Mesh, TrainConfig, run_threads, train, world
 from spmd_engine.adaptive import Reshaper, ShapeRequest
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
-from spmd_engine.engine.reshape import PROTOCOLS, IdleRanks
+from spmd_engine.comm.other_ranks import OtherRanks
+from spmd_engine.engine.reshape import PROTOCOLS
 from spmd_engine.errors import UsageError
 from spmd_engine.training import loss_scale
 from support import saved
@@ -167,6 +168,23 @@ def test_a_rank_that_was_idle_scales_the_loss_as_the_others(tmp_path, monkeypatc
     assert scale != loss_scale.LossScale().value
 
 
+@pytest.mark.parametrize("protocol", ["stop-and-copy", "live"])
+def test_a_change_after_a_skipped_first_step_changes_no_result(tmp_path, monkeypatch, protocol):
+    """No step has been made with the optimizer's state yet, and the loss scale falls on, until gradients fit."""
+    monkeypatch.setattr(loss_scale.LossScale.__init__, "__defaults__", (2.0**24, 0))
+    how = {"dtype": "float16", "optimizer": "adamw", "learning_rate": 1e-3, "eval_every": 0}
+    job = small_job(tmp_path, mesh={"data": 2}, steps=14, **how)
+    request = ShapeRequest({"mesh": {"model": 2}}, protocol=protocol)
+    runs = run_threads(lambda: train(job, tmp_path / "run", propose={1: request}.get), 2)
+    (alone,) = run_threads(lambda: train(job.with_options(mesh={"data": 1}), tmp_path / "alone"), 1)
+    assert [each["event"] for each in events(tmp_path / "run", "reshaped", "not reshaped")] == ["reshaped"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "skipped" in lines[0] and "skipped" in lines[1] and "skipped" not in lines[-1]
+    assert {run.trainer.loss_scale.value for run in runs} == {alone.trainer.loss_scale.value}
+    ours, theirs = losses_in(tmp_path / "run"), losses_in(tmp_path / "alone")
+    np.testing.assert_allclose([*ours.values()], [*theirs.values()], rtol=5e-3)
+
+
 def test_what_does_not_fit_is_refused_before_it_begins_and_the_run_continues(tmp_path):
     requests = [
         (replace(request, protocol=protocol), reason) for request, reason in REFUSED.values() for protocol in PROTOCOLS
@@ -297,16 +315,16 @@ def test_a_request_waits_until_traced_steps_are_done(tmp_path):
 
 def test_an_idle_rank_holds_nothing_and_is_taken_back(tmp_path):
     held, requests = [], {1: ShapeRequest({"mesh": {"data": 2}}, ranks=[0, 3]), 3: ShapeRequest({"mesh": {"data": 4}})}
-    sleep = IdleRanks.sleep
+    take = OtherRanks.take
 
-    def observed(idle, received):
-        (changes,) = [each for each in gc.get_referrers(idle) if isinstance(each, Reshaper)]
+    def observed(others, received):
+        (changes,) = [each for each in gc.get_referrers(others) if isinstance(each, Reshaper)]
         engine, optimizer = changes.engine, changes.optimizer
-        held.append((idle._world.rank, engine.is_placed, dict(engine.gradients), any(optimizer.state.values())))
-        return sleep(idle, received)
+        held.append((others.world.rank, engine.is_placed, dict(engine.gradients), any(optimizer.state.values())))
+        return take(others, received)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IdleRanks, "sleep", observed)
+        patch.setattr(OtherRanks, "take", observed)
         run_threads(lambda: train(small_job(tmp_path, zero=1), tmp_path / "run", propose=requests.get), 4)
     assert sorted(held) == [(1, False, {}, False), (2, False, {}, False)]
     assert [each["ranks"] for each in events(tmp_path / "run", "reshaped")] == [[0, 3], [0, 1, 2, 3]]
@@ -317,11 +335,10 @@ def test_an_order_for_idle_ranks_may_be_long():
     order = {"experts": {f"block{layer}": list(range(256)) for layer in range(64)}}
 
     def program():
-        idle = IdleRanks(world(), 60.0)
-        idle.set([1])
+        others = OtherRanks(world(), [1], 60.0)
         if world().rank:
-            return idle.sleep(lambda: 0)
-        idle.wake(order)
+            return others.take()
+        others.wake(order)
         return order
 
     assert run_threads(program, 2) == [order, order]

@@ -64,7 +64,7 @@ def test_a_step_without_an_analysis_is_trained(tmp_path, monkeypatch, caplog):
 
 def test_a_job_s_mesh_sums_in_rank_order_if_it_says_so(monkeypatch):
     asked = {}
-    monkeypatch.setattr(resolve, "mesh_without", lambda helpers, axes, **options: asked.update(axes, **options))
+    monkeypatch.setattr(resolve, "mesh_beside", lambda helpers, axes, **options: asked.update(axes, **options))
     resolve.resolve(TrainConfig.of(model="mlp", deterministic=True, mesh={"data": 2})).open_mesh()
     assert asked["deterministic"] is True and asked["data"] == 2
 

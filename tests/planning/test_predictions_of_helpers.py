@@ -16,7 +16,10 @@ from support.helped import calls_and_bytes, on_mesh_and_helpers
 from support.real_steps import real_batch
 
 
-@pytest.mark.parametrize("axes, assign", [({"data": 2}, "block1-2:rank2"), ({"pipe": 2}, "block0:rank1,block4:rank3")])
+@pytest.mark.parametrize(
+    "axes, assign",
+    [({"data": 2}, "block1-2:rank2"), ({"pipe": 2}, "block0:rank1,block4:rank3"), ({"pipe": 2}, "block3-5:rank1")],
+)
 def test_messages_of_a_step_are_as_predicted_on_both_ends(axes, assign):
     composition = ParallelConfig(mesh=axes, assign=assign)
     model = ModelConfig("gpt-nano", dtype="float64")
@@ -37,8 +40,6 @@ def test_messages_of_a_step_are_as_predicted_on_both_ends(axes, assign):
     sums = {line: tuple(sum(x.get(line, (0, 0))[n] for x in on_mesh) for n in (0, 1)) for line in lines}
     assert sums == predicted_sums(analysis)
     for ledger, rank_class in zip(on_helpers, analysis.classes[-len(helpers) :], strict=True):
-        line = "receive", "helper", "request"
-        ledger[line] = ledger[line][0] - 2, 0  # the order before the step, and the dismissal after it
         assert ledger == {line: (calls, sent) for line, (calls, _, sent) in rank_class.step.ledger().items()}
     assert analysis.ranks == 2 + len(helpers) == len(analysis.peak_bytes_by_rank())
     assert simulate(analysis, default_machine("cpu")).seconds > 0

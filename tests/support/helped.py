@@ -3,10 +3,9 @@
 import numpy as np
 
 from spmd_engine import run_threads
-from spmd_engine.comm.mesh import mesh_without
+from spmd_engine.comm.mesh import mesh_beside
 from spmd_engine.engine.build import build_engine
-from spmd_engine.engine.helper_job import Helpers, build_helper, serve
-from spmd_engine.engine.helpers import helper_ranks
+from spmd_engine.engine.helpers import follow_orders, helper_ranks
 
 
 def calls_and_bytes(ledger):
@@ -19,14 +18,13 @@ def on_mesh_and_helpers(model, composition, program):
     helpers = helper_ranks(composition.assigned)
 
     def run():
-        with mesh_without(helpers, composition.mesh, order=composition.order, timeout=60.0) as mesh:
-            if mesh.is_helper:
-                assert serve(mesh, lambda order: build_helper(model, mesh, composition)) == 0
+        opened = mesh_beside(helpers, composition.mesh, order=composition.order, timeout=60.0)
+        with opened as mesh, mesh.others:
+            engine = build_engine(model, mesh, composition)
+            if mesh.others.have_this:
+                assert follow_orders(engine) == {}
                 return calls_and_bytes(mesh.ledger)
-            with Helpers(mesh) as started:
-                engine = build_engine(model, mesh, composition)
-                started.start({}, engine.first_owners)
-                return program(engine)
+            return program(engine)
 
     ranks = int(np.prod(list(composition.mesh.values()))) + len(helpers)
     return run_threads(run, ranks)

@@ -45,6 +45,11 @@ class BackwardWeight(Compute):
     """Compute only the gradients of the chunk's weights: no stage waits for them, so they fill idle time."""
 
 
+class MoveGradients(Compute):
+    """Move the gradients of the weights of a chunk that a helper rank computes, after the step's last micro-batch, from
+    this rank to their owner; or, on an owner, receive them."""
+
+
 class Transfer(Instruction):
     """Begin to move an array between neighbouring chunks, without a wait.
 
@@ -81,7 +86,7 @@ Program = list[Instruction | Wait]
 # --- From what a stage computes to its program: the arrays that it receives and sends, and when
 
 
-def receive_before(compute: Compute, last_chunk: int) -> Transfer | None:
+def receive_before(compute: Instruction, last_chunk: int) -> Transfer | None:
     """The receive of the array that ``compute`` needs from another chunk, if any."""
     match compute:
         case Forward(m, chunk) if chunk > 0:
@@ -91,12 +96,13 @@ def receive_before(compute: Compute, last_chunk: int) -> Transfer | None:
     return None
 
 
-def send_after(compute: Compute, last_chunk: int) -> Transfer | None:
-    """The send of the array that another chunk needs from ``compute``, if any."""
+def send_after(compute: Compute, last_chunk: int, first: int = 0) -> Transfer | None:
+    """The send of the array that another chunk needs from ``compute``, if any; chunks before ``first`` need no
+    gradient."""
     match compute:
         case Forward(m, chunk) if chunk < last_chunk:
             return StartSendOutput(m, chunk)
-        case Backward(m, chunk) | BackwardInput(m, chunk) if chunk > 0:
+        case Backward(m, chunk) | BackwardInput(m, chunk) if chunk > first:
             return StartSendGradient(m, chunk)
     return None
 
@@ -120,7 +126,7 @@ def other_end(transfer: Transfer) -> Transfer:
 
 
 def with_transfers(
-    order: Sequence[Compute], last_chunk: int, *, sends_unfinished: int, receive_ahead: int = 1
+    order: Sequence[Compute], last_chunk: int, *, sends_unfinished: int, receive_ahead: int = 1, first: int = 0
 ) -> Program:
     """A stage's program: ``order`` with the transfers it needs among several stages, and the waits for them.
 
@@ -140,7 +146,7 @@ def with_transfers(
         if received := receives[i]:
             program.append(Wait(received))
         program.append(compute)
-        if send := send_after(compute, last_chunk):
+        if send := send_after(compute, last_chunk, first):
             program.append(send)
             sends = unfinished[type(send)]
             sends.append(send)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,17 @@ def timeline(
     costs = {Backward: costs[BackwardInput] + costs[BackwardWeight], **costs}
     costs = {kind: cost / schedule.chunks for kind, cost in costs.items()}
     programs = [schedule.program(stages, micro_batches, stage) for stage in range(stages)]
-    return _Execution(programs, stages * schedule.chunks - 1, costs).run()
+    return _Execution(programs, _places(stages, stages * schedule.chunks), costs).run()
+
+
+def check_programs(programs: Sequence[Program], places: Sequence[int], names: Sequence[str]) -> None:
+    """Raise UsageError, as ``timeline`` does, unless these programs can be executed together: one of each place, by
+    ``names``; ``places`` are those of all chunks."""
+    _Execution(programs, places, COSTS, names).run()
+
+
+def _places(stages: int, chunks: int) -> list[int]:
+    return [chunk % stages for chunk in range(chunks)]
 
 
 class _Execution:
@@ -62,8 +72,15 @@ class _Execution:
     at which transfers begin.
     """
 
-    def __init__(self, programs: list[Program], last_chunk: int, costs: Mapping[type[Compute], float]) -> None:
-        self.programs, self.last_chunk, self.costs = programs, last_chunk, costs
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        places: Sequence[int],
+        costs: Mapping[type[Compute], float],
+        names: Sequence[str] = (),
+    ) -> None:
+        self.programs, self.places, self.last_chunk, self.costs = programs, places, len(places) - 1, costs
+        self.names = names or [f"stage {stage}" for stage in range(len(programs))]
         self.next = [0] * len(programs)  # place in each stage's program
         self.clock = [0.0] * len(programs)
         self.done: list[set[Instruction | Wait]] = [set() for _ in programs]
@@ -85,10 +102,10 @@ class _Execution:
         while self.next[stage] < len(program):
             instruction = program[self.next[stage]]
             if instruction in self.done[stage]:
-                raise UsageError(f"stage {stage}: {instruction} comes twice")
+                raise UsageError(f"{self.names[stage]}: {instruction} comes twice")
             for need in self._needs(instruction):
                 if need not in self.done[stage]:
-                    raise UsageError(f"stage {stage}: {instruction} comes before {need}, which it needs")
+                    raise UsageError(f"{self.names[stage]}: {instruction} comes before {need}, which it needs")
             if isinstance(instruction, Wait) and other_end(instruction.started) not in self.began:
                 break
             self._execute(stage, instruction)
@@ -103,7 +120,7 @@ class _Execution:
         elif isinstance(instruction, Transfer):
             self.began[instruction] = now
         elif isinstance(instruction, Compute):
-            self.clock[stage] = now + self.costs[type(instruction)]
+            self.clock[stage] = now + self.costs.get(type(instruction), 0.0)
             self.slots.append(Slot(stage, now, self.clock[stage], instruction))
             if isinstance(instruction, Backward):  # both parts
                 self.done[stage].add(BackwardInput(instruction.m, instruction.chunk))
@@ -129,9 +146,9 @@ class _Execution:
         """The stage and the transfer for which this stage waits, as text."""
         waiting: Any = self.programs[stage][self.next[stage]]  # a Wait: nothing else blocks
         awaited = other_end(waiting.started)
-        other = awaited.chunk % len(self.programs)
+        other = self.places[awaited.chunk]
         never = "" if awaited in self.programs[other] else ", which it never does"
-        return f"stage {stage} stands at {waiting}, until stage {other} begins {awaited}{never}"
+        return f"{self.names[stage]} stands at {waiting}, until {self.names[other]} begins {awaited}{never}"
 
 
 def makespan(slots: Iterable[Slot]) -> float:

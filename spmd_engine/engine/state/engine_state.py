@@ -14,12 +14,12 @@ from spmd_engine.axes import MeshPosition, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.helpers import AssignedLayers
+from spmd_engine.engine.helpers import HelpedNeighbours, HelpedPasses, parse_assign
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, check_recompute, segments
 from spmd_engine.engine.schedules import Schedule
 from spmd_engine.engine.schedules.orders import chosen
-from spmd_engine.engine.schedules.schedule import Program
+from spmd_engine.engine.schedules.schedule import Compute, Forward, Program, with_transfers
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, ZeroConfig, assign, parse_division
 from spmd_engine.engine.state.buffers_and_side_outputs import Buffers, Extras, SideOutputs
 from spmd_engine.engine.uneven_stages import UnevenNeighbours
@@ -47,6 +47,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Passes:
+    """What executes forwards and backwards on this rank."""
+
+    chunks: Mapping[int, Chunk]  #: by number
+    neighbours: PipelineNeighbours
+    program: Callable[[int], Program]  #: for a number of micro-batches
+    one_pass: Callable[[type[Compute]], Program]  #: forwards or backwards of one micro-batch
+
+    def begin(self, what: str, contexts: Sequence[ForwardContext], number: int | None = None) -> int:
+        """Begin a pass with these micro-batches: a "step", a "forward", or the "backward" of the forward with this
+        number. Returns the number of a forward."""
+        if isinstance(self.neighbours, HelpedNeighbours):
+            return self.neighbours.order(what, contexts, number)
+        self.neighbours.begin(len(contexts))
+        return 0
+
+    def execution(
+        self, contexts: Sequence[ForwardContext], inputs: Sequence[Array], loss_gradient: Callable[[int, Array], Any]
+    ) -> Execution:
+        """An ``Execution`` of these micro-batches."""
+        return Execution(self.chunks, self.neighbours, contexts, inputs, loss_gradient)
+
+
+@dataclass(frozen=True)
 class EngineState:
     """A model placed on a mesh: its storage and what executes it. Another mesh needs a new one."""
 
@@ -57,18 +81,10 @@ class EngineState:
     extras: Extras
     unsharder: Unsharder
     reducer: Reducer
-    neighbours: PipelineNeighbours
-    chunks: Mapping[int, Chunk]  #: on this rank, by number
-    program: Callable[[int], Program]  #: this rank's, for a number of micro-batches
+    passes: Passes
+    own_passes: Passes  #: those of the mesh alone, where helper ranks have a part in the others
     positions: Callable[[int], tuple[Array, Array]]  #: this rank's, by length: inside layers, and between
     frozen: FrozenStore
-    first_owners: Mapping[int, int]  #: by helper rank
-
-    def execution(
-        self, contexts: Sequence[ForwardContext], inputs: Sequence[Array], loss_gradient: Callable[[int, Array], Any]
-    ) -> Execution:
-        """An ``Execution`` of these micro-batches."""
-        return Execution(self.chunks, self.neighbours, contexts, inputs, loss_gradient)
 
 
 def place(
@@ -88,7 +104,7 @@ def place(
 ) -> EngineState:
     """The model on this mesh; its parameters are zeros. Options are those of ``LayeredEngine``, and ``together``.
 
-    Raises the errors of ``assigned``, of ``ParameterStore`` and of ``AssignedLayers``.
+    Raises the errors of ``assigned``, of ``ParameterStore`` and of ``HelpedNeighbours``.
     """
     schedule, assignment = assigned(
         model,
@@ -100,12 +116,6 @@ def place(
         stages=stages,
         recompute=recompute,
     )
-    if uneven_axes(mesh.all_axes):
-        neighbours: PipelineNeighbours = UnevenNeighbours(mesh, assignment.chunks, backend, model, layout)
-    else:
-        pipe = mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None
-        neighbours = PipelineNeighbours(pipe, len(assignment.chunks), backend)
-    program = lru_cache(partial(schedule.program, neighbours.stages, stage=neighbours.stage))
     described = dict(model.parameters())
     how: dict[str, Any] = {"together": together, "trained": trained}
     store = ParameterStore(described, assignment, mesh, layout, storage, dtype, backend, **how)
@@ -120,16 +130,33 @@ def place(
     passes = [assignment.chunks[number] for number in assignment.mine]
     reducer = Reducer(store.storages, assignment.uses, passes)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
-    parts = model.layers, shards, unsharder, reducer, extras, store.places.stash, dtype
 
-    def chunk_of(layers: Sequence[int], kind: type[Chunk] = Chunk, **options: Any) -> Chunk:
-        return kind(segments(model, layers, Recompute(recompute)), *parts, **options)
+    def neighbours_of(chunks: Sequence[range], places: Sequence[int]) -> PipelineNeighbours:
+        if uneven_axes(mesh.all_axes):
+            return UnevenNeighbours(mesh, chunks, places, backend, model, layout)
+        return PipelineNeighbours(mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None, places, backend)
 
-    assigned_layers = AssignedLayers(assign, model, mesh, assignment.chunks)
-    chunks = {
-        number: assigned_layers.chunk(layers, chunk_of, backend)
-        for number, layers in zip(assignment.mine, passes, strict=True)
-    }
+    def chunk_of(layers: range) -> Chunk:
+        parts = segments(model, layers, Recompute(recompute))
+        return Chunk(parts, model.layers, shards, unsharder, reducer, extras, store.places.stash, dtype)
+
+    stages = mesh.axes.get(PIPE, 1)
+    neighbours = neighbours_of(assignment.chunks, [number % stages for number in range(len(assignment.chunks))])
+    own_passes = of_all = Passes(
+        dict(zip(assignment.mine, map(chunk_of, passes), strict=True)),
+        neighbours,
+        lru_cache(partial(schedule.program, stages, stage=neighbours.stage)),
+        partial(_one_pass, assignment.mine, neighbours),
+    )
+    if assigned_layers := parse_assign(assign):
+        helped = HelpedPasses(model, assigned_layers, assignment.chunks, stages, schedule)
+        between = neighbours_of([part.layers for part in helped.parts], helped.places)
+        of_all = Passes(
+            {number: chunk_of(helped.parts[number].layers) for number in helped.on_place(neighbours.stage)},
+            HelpedNeighbours(between, helped, mesh, unsharder, reducer, extras, backend),
+            lambda micro_batches: helped.programs(micro_batches)[neighbours.stage],
+            lambda kind: helped.one_pass(kind, neighbours.stage),
+        )
     positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))
     return EngineState(
         mesh,
@@ -139,13 +166,19 @@ def place(
         extras,
         unsharder,
         reducer,
-        neighbours,
-        chunks,
-        program,
+        of_all,
+        own_passes,
         positions,
         frozen,
-        assigned_layers.first_owners,
     )
+
+
+def _one_pass(chunks: Sequence[int], neighbours: PipelineNeighbours, kind: type[Compute]) -> Program:
+    """Forwards or backwards of one micro-batch on these chunks, with the transfers before and after."""
+    order = [kind(0, chunk) for chunk in (chunks if kind is Forward else reversed(chunks))]
+    if neighbours.stages == 1:
+        return list(order)
+    return with_transfers(order, neighbours.chunks - 1, sends_unfinished=len(order))
 
 
 def assigned(

@@ -26,7 +26,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.engine.build import composed_assignment, composed_layout
 from spmd_engine.engine.distributed import DistributedEngine, make_engine
-from spmd_engine.engine.helpers import HelperRank, content_of, helper_ranks, helper_stage, owners_of
+from spmd_engine.engine.helpers import AssignedLayers, owners_of, passes_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.state.array_table import USED
@@ -45,8 +45,8 @@ from spmd_engine.planning.dry_run.rank_classes import (
     slot_table_bytes,
     uneven_parts,
 )
-from spmd_engine.planning.dry_run.recorder import Phase, Recorder, watch_helper, watch_storage
-from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedHelperGroup, ShapedMesh
+from spmd_engine.planning.dry_run.recorder import Phase, Recorder, count_as, watch_storage
+from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
 from spmd_engine.planning.dry_run.step_analysis import (
     ParameterShard,
     Phases,
@@ -98,33 +98,34 @@ def analyze(
         layout = layout_for(built, position)
     composition = composition if composition is not None else ParallelConfig()
     layout = layout if layout is not None else composed_layout(built, position, composition)
-    helpers = helper_ranks(composition.assigned)
+    others = len(composition.ranks_outside)
     parts = [span(batch_size, micro_batches, m) for m in range(micro_batches)]
     samples = [part.stop - part.start for part in parts]
     # The first owner sends the weights to a helper rank; classes of ranks on uneven stages are not found.
-    every = every or bool(helpers or uneven_axes(axes))
+    every = every or bool(others or uneven_axes(axes))
     uneven = [] if every else _uneven_summed_parts(built, layout, composition, axes, dtype.itemsize)
     uneven += [((axis,), shares) for axis, shares in composition.storage.shares.items()]
     classes = (
         separate_classes(axes) if every else find_rank_classes(built, layout, axes, set(samples), uneven, sequence)
     )
-    ranks = DryRunRanks(axes, classes, Mailbox(), nodes or ["here"] * count_ranks(axes))
+    ranks = DryRunRanks(axes, classes, Mailbox(), nodes or ["here"] * count_ranks(axes), others)
     members = ranks_by_class(classes)
     uniform = not every and _layers_are_uniform(built, layout, axes, set(samples), sequence, len(members))
     scope = cache.number((choose, device, loops_are_there(), _sharding_key(layout, axes), documents))
     kinds = {name: (cache.kind(layer), _mesh_key(layer, axes)) for name, layer in built.layers}
     with on_shapes(DeviceShapes() if device == "cuda" else None) as backend:
         sizes = batch_size, micro_batches, sequence, documents
-        dry_run = DryRun(built, ranks, composition, layout, dtype, backend, choose, optimizer or AdamW(), sizes)
+        numbered = composition.numbered_from(ranks.size)
+        dry_run = DryRun(built, ranks, numbered, layout, dtype, backend, choose, optimizer or AdamW(), sizes)
         if uniform:
             samples = []
         programs = [
             partial(dry_run.step, numbers[0], cache if uniform else PassCache(), scope, kinds, samples)
             for numbers in members.values()
         ]
-        programs += [partial(dry_run.help, rank, kinds) for rank in helpers]
+        programs += [partial(dry_run.step_outside, ranks.size + n, kinds) for n in range(others)]
         steps = ranks.mailbox.run(programs)
-    numbers = [*members.values(), *([ranks.size + n] for n in range(len(helpers)))]
+    numbers = [*members.values(), *([ranks.size + n] for n in range(others))]
     notes = dict.fromkeys(note for _, notes in steps for note in notes)
     analysis = StepAnalysis(
         built.name,
@@ -190,8 +191,6 @@ class DryRun:
             mesh = ShapedMesh(self.ranks, position_of(number, axes).coordinates, recorder)
             with recorder.meter.taking("parameters"):
                 options = self.composition.how_on(axes)
-                if helpers := helper_ranks(self.composition.assigned):
-                    ShapedHelperGroup(mesh, number, self.ranks.members(helpers), helpers)
                 engine = DryRunEngine(self.model, mesh, self.layout, dtype=self.dtype, backend=self.backend, **options)
             watch_storage(engine, recorder)
 
@@ -212,36 +211,32 @@ class DryRun:
                 batch = synthetic_batch(self.model, engine, *self.sizes, dtype=engine.dtype)
             engine.placed.positions(("s" in self.model.inputs and batch.micro_batches[0].length) or 1)  # are kept
             step = _record_step(engine, optimizer, recorder, compute)
-            for rank, first in engine.first_owners.items():
-                if isinstance(mesh.outside, ShapedHelperGroup) and first == mesh.outside.world_rank:
-                    mesh.outside.end(rank)
             shards = shards_of(engine, len(optimizer.kinds))
             return replace(step, shards=shards, groups=mesh.group_keys(step.communications)), list(recorder.meter.notes)
 
-    def help(self, rank: int, kinds: Mapping[str, Hashable]) -> tuple[RankStep, list[str]]:
-        """As ``step``, of the helper rank with this number in the world."""
-        recorder = Recorder(Meter(self.choose, on_device=self.backend.on_device))
-        helpers = helper_ranks(self.composition.assigned)
-        number, members = self.ranks.size + helpers.index(rank), self.ranks.members(helpers)
+    def step_outside(self, number: int, kinds: Mapping[str, Hashable]) -> tuple[RankStep, list[str]]:
+        """As ``step``, of the rank with this number, which is not on the mesh."""
+        recorder, axes = Recorder(meter := Meter(self.choose, on_device=self.backend.on_device)), self.ranks.axes
         alone = replace(self.ranks, axes={"data": 1}, classes=np.array([number]), nodes=["helper"])
-        with metered(recorder.meter), ExitStack() as stack:
-            mesh = ShapedMesh(alone, {"data": 0}, recorder)
-            group = ShapedHelperGroup(mesh, number, members, helpers)
-            stage = helper_stage(self.model, self.ranks.axes, self.composition, rank)
-            owners = owners_of(stage, self.ranks.axes, members)
-            helper = HelperRank(self.model, mesh, owners, self.composition.recompute, self.dtype, self.backend)
-            watch_helper(helper, recorder)
-            passes = StepPasses(recorder, PassCache(), (), self.choose, kinds, ())
-            helper.wraps = lambda chunk: stack.enter_context(chunk.wrapped(partial(RecordedLayer, passes, {})))
+        size = self.ranks.size + self.ranks.others
+        with metered(meter), ExitStack() as stack:
+            mesh = ShapedMesh(replace(alone, others=size - 1), {"data": 0}, recorder)
+            passes = passes_of(self.model, self.composition, axes)
+            owners = [owners_of(stage, axes, range(self.ranks.size)) for stage in range(passes.stages)]
+            about = self.composition.recompute, self.dtype, self.backend
+            assigned = AssignedLayers(passes, number, owners, mesh, mesh.all_ranks("helper"), *about)
+            assigned.weights.arrived = count_as(meter, assigned.weights.arrived, "parameters")
+            assigned.weights.new_sums = count_as(meter, assigned.weights.new_sums, "gradients")
+            recorded = StepPasses(recorder, PassCache(), (), self.choose, kinds, ())
+            for chunk in assigned.chunks.values():
+                stack.enter_context(chunk.wrapped(partial(RecordedLayer, recorded, {})))
             recorder.restart()
-            while group.goes_on(owners[0]):
-                request = group.receive(owners[0], label="request")
-                helper.answer(content_of(request))
+            assigned.follow(mesh.others.take())
             communications, peak = recorder.finish()
-            constants = sum(recorder.meter.constants.values())
+            constants = sum(meter.constants.values())
             about = recorder.computations, communications, recorder.timeline, peak
             held = {"saved": recorder.saved, "temporaries": recorder.temporaries, "constants": constants}
-            return RankStep({}, *about, **held), list(recorder.meter.notes)
+            return RankStep({}, *about, **held), list(meter.notes)
 
 
 def _prepare_optimizer(optimizer: Optimizer, engine: ShardedEngine, recorder: Recorder) -> Optimizer:
@@ -283,14 +278,14 @@ def _uneven_summed_parts(
     model: Model, layout: Layout, composition: ParallelConfig, axes: Mapping[str, int], itemsize: int
 ) -> list[UnevenParts]:
     """Uneven shards that several stages, or several replicas of a shard, sum shard by shard."""
-    overlap, tied = composition.storage.overlap, any(layer.tied for _, layer in model.layers)
-    if not (axes.get(PIPE, 1) > 1 and (tied or overlap)) and not (
+    holds_others, tied = composition.storage.holds_others, any(layer.tied for _, layer in model.layers)
+    if not (axes.get(PIPE, 1) > 1 and (tied or holds_others)) and not (
         composition.storage.stage(axes) and sum(size > 1 for size in axes.values()) > 1
     ):
         return []
     first = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
     differing = [axis for axis in layout.shares if axis not in BATCH]  # their groups differ in size
-    places = first.peers([*differing, *([PIPE] if overlap else [])])
+    places = first.peers([*differing, *([PIPE] if holds_others else [])])
     assignments = (composed_assignment(model, place, layout, itemsize, composition) for place in places)
     return [part for assignment in assignments for part in uneven_parts(assignment.groups, axes)]
 

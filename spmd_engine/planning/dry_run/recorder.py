@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_engine.arrays.meta.meter import TEMPORARIES, Meter
-from spmd_engine.engine.helpers import HelperRank
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.state.array_table import CLASSES
 from spmd_engine.planning.dry_run.step_analysis import (
@@ -236,21 +235,15 @@ def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
         for kind, array in storage.arrays.items():
             if getattr(array, "memory", None) is not None:
                 meter.relabel(array.memory, CLASSES[kind], name)
-        storage.empty = _count_as(meter, storage.empty, None, name)
+        storage.empty = count_as(meter, storage.empty, None, name)
     unsharder, reducer = engine.placed.unsharder, engine.placed.reducer
-    unsharder.unshard = _count_as(meter, unsharder.unshard, "gathered groups")
-    reducer.sums = _count_as(meter, reducer.sums, "whole gradients")
-    reducer.layer_done = _count_as(meter, reducer.layer_done, "communication buffers")
-    reducer.finish = _count_as(meter, reducer.finish, "communication buffers")
+    unsharder.unshard = count_as(meter, unsharder.unshard, "gathered groups")
+    reducer.sums = count_as(meter, reducer.sums, "whole gradients")
+    reducer.layer_done = count_as(meter, reducer.layer_done, "communication buffers")
+    reducer.finish = count_as(meter, reducer.finish, "communication buffers")
 
 
-def watch_helper(helper: HelperRank, recorder: Recorder) -> None:
-    """Count the memory of a helper rank's weights and their gradients by its kind."""
-    helper.receive_weight = _count_as(recorder.meter, helper.receive_weight, "parameters")
-    helper.weights.begin = _count_as(recorder.meter, helper.weights.begin, "gradients")
-
-
-def _count_as(meter: Any, function: Callable, kind: str | None, *name: str) -> Callable:
+def count_as(meter: Any, function: Callable, kind: str | None, *name: str) -> Callable:
     """The function; its allocations count as this kind (None: the current kind)."""
 
     def run(*args: Any, **options: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -34,15 +35,12 @@ class DryRunRanks:
     classes: np.ndarray  #: the class of each rank, int[axes]
     mailbox: Mailbox
     nodes: Sequence[str]  #: the host of each rank, by number
+    others: int = 0  #: ranks of the job that are not on the mesh; they have the next numbers
 
     @property
     def size(self) -> int:
         """The number of ranks of the mesh."""
         return count_ranks(self.axes)
-
-    def members(self, helpers: Sequence[int]) -> list[int]:
-        """The ranks of the world that are on the mesh, without these helper ranks."""
-        return [rank for rank in range(self.size + len(helpers)) if rank not in helpers][: self.size]
 
 
 class _NoCommunicator:
@@ -53,7 +51,7 @@ class _NoCommunicator:
     progress = Progress()  # no call is ever under way
 
     def __init__(self, rank: int, size: int, node: str) -> None:
-        self.rank, self.size, self.node = rank, size, node
+        self.rank, self.size, self.node, self.members = rank, size, node, range(size)
 
     def free(self) -> None:
         """There is nothing to free."""
@@ -73,7 +71,8 @@ class ShapedMesh(Mesh):
         self.nodes = list(ranks.nodes)
         self.comm = _NoCommunicator(self.rank, self.size, self.nodes[self.rank])
         self.ledger = Ledger()
-        self._options = {"check": checks, "timeout": None}
+        self.others: Any = _ShapedOthers(self)
+        self.options = {"check": checks, "timeout": None}
         self._groups: dict[tuple, Group] = {}
         self._owned = []
 
@@ -86,6 +85,10 @@ class ShapedMesh(Mesh):
             classes = self.all.classes[self.all.classes >= 0][members].tolist()  # by rank
             self._groups[names, places] = ShapedGroup(comm, names, places, classes, self)
         return self._groups[names, places]
+
+    def all_ranks(self, name: str) -> Group:
+        number, size = self.recorder.own_class, self.all.size + self.all.others  # each rank is a class
+        return ShapedGroup(_NoCommunicator(number, size, ""), (name,), (), range(size), self)
 
     def group_keys(self, communications: Sequence[Communication]) -> list[GroupKey]:
         """The groups that were used, and those of cached passes."""
@@ -104,6 +107,21 @@ class ShapedMesh(Mesh):
 
     def close(self) -> None:
         """There is nothing to free."""
+
+
+class _ShapedOthers:
+    """The ranks of a job that are not on the mesh: they get the order of a step through the mailbox."""
+
+    def __init__(self, mesh: ShapedMesh) -> None:
+        self.world, self._mailbox = mesh.comm, mesh.all.mailbox
+
+    def send(self, order: Mapping[str, Any], ranks: Sequence[int]) -> None:
+        """As ``OtherRanks.send``."""
+        self._mailbox.put("order", order)
+
+    def take(self) -> dict[str, Any]:
+        """As ``OtherRanks.take``."""
+        return deepcopy(self._mailbox.take("order"))
 
 
 class ShapedGroup(Group):
@@ -234,7 +252,7 @@ class ShapedGroup(Group):
     def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
         self._check_peer("send", to)
         key = self._message_key("to", to, (to - self.rank) % self.size, self._own_class, channel)
-        self._mailbox.put(key, (x.shape, x.dtype))
+        self._mailbox.put(key, ShapedArray(x.shape, x.dtype) if isinstance(x, ShapedArray) else x)
         facts = self._facts("send", label, x.nbytes, x.nbytes) | {"peer": to, "channel": channel}
         return _PendingShape(self._mesh.recorder, self._mesh.recorder.begin(**facts), lambda: None, held=x)
 
@@ -245,65 +263,17 @@ class ShapedGroup(Group):
         key = self._message_key("from", source, (self.rank - source) % self.size, self._classes[source], channel)
         facts = self._facts("receive", label, 0, 0) | {"peer": source, "channel": channel}
         call = self._mesh.recorder.begin(**facts)
-        return _PendingShape(self._mesh.recorder, call, lambda: ShapedArray.new(*self._mailbox.take(key)))
+
+        def received() -> Array:  # values remain values
+            x = self._mailbox.take(key)
+            return ShapedArray.new(x.shape, x.dtype) if isinstance(x, ShapedArray) else x
+
+        return _PendingShape(self._mesh.recorder, call, received)
 
     def _message_key(self, direction: str, peer: int, distance: int, sender: int, channel: int | None) -> tuple:
         """The key of a message: its group, the class of its sender, its distance, and its number."""
         number = ("channel", channel) if channel is not None else self.connections.next_message(direction, peer)
         return "message", self._key, sender, distance, number
-
-
-class ShapedHelperGroup(ShapedGroup):
-    """The messages between the ranks of a mesh and its helper ranks, whose ranks are those of the world.
-
-    In the analysis the ranks of the mesh have their numbers on it, and helper ranks the next ones. Values are sent
-    with shapes: requests, and tokens.
-    """
-
-    def __init__(self, mesh: ShapedMesh, number: int, members: Sequence[int], helpers: Sequence[int]) -> None:
-        self._numbers = {rank: number for number, rank in enumerate([*members, *helpers])}
-        size = len(self._numbers)
-        super().__init__(_NoCommunicator(number, size, ""), ("helper",), (), range(size), mesh)
-        self._world_rank = [*members, *helpers][number]
-        self._values: dict[tuple, int] = {}
-        mesh.outside, mesh.members, mesh.helpers = self, list(members), list(helpers)
-
-    @property
-    def world_rank(self) -> int:
-        return self._world_rank
-
-    def _value_key(self, sender: int, receiver: int) -> tuple:
-        self._values[sender, receiver] = self._values.get((sender, receiver), -1) + 1
-        return "value", sender, receiver, self._values[sender, receiver]
-
-    def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
-        number = self._numbers[to]
-        self._mailbox.put(self._value_key(self.rank, number), None if isinstance(x, ShapedArray) else x)
-        return super().start_send(number, x, label=label)
-
-    def start_receive(
-        self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = ""
-    ) -> Pending:
-        number = self._numbers[source]
-        value_key = self._value_key(number, self.rank)
-        pending = super().start_receive(number, like=like, label=label)
-        assert isinstance(pending, _PendingShape)
-        pending.replaces(lambda: self._mailbox.take(value_key))
-        return pending
-
-    def end(self, to: int) -> None:
-        """Tell a helper rank, outside the step, that it has ended."""
-        number = self._numbers[to]
-        self._mailbox.put(self._value_key(self.rank, number), _END)
-
-    def goes_on(self, source: int) -> bool:
-        """Whether a rank sends one more request before it ends."""
-        number = self._numbers[source]
-        key = "value", number, self.rank, self._values.get((number, self.rank), -1) + 1
-        return self._mailbox.take(key) is not _END
-
-
-_END = object()
 
 
 class _PendingShape(Pending):
@@ -324,12 +294,6 @@ class _PendingShape(Pending):
     def release(self) -> None:
         """Release the input, which the other ranks have received."""
         self._held = None
-
-    def replaces(self, value: Callable[[], Any]) -> None:
-        """Replace the result by a value, unless it is None."""
-        shape = self._make
-        assert shape is not None
-        self._make = lambda: shape() if (known := value()) is None else (shape(), known)[1]
 
     @property
     def held(self) -> bool:

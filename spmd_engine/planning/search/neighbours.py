@@ -196,28 +196,28 @@ def uneven_stages(plans: PlanSearch) -> Iterator[list[Candidate]]:
     """The candidates of each mesh and division of layers."""
     space = plans.space
     for ranks in sorted(ranks for ranks in set(space.ranks) if ranks <= MOST_RANKS):
-        machine = plans.request.machine.with_ranks(ranks).placed(space.order)
+        machine = plans.request.machine.with_ranks(ranks).placed(space.base.order)
         nodes = [len(list(group)) for _, group in groupby(machine.node_numbers)]
         for several in _by_mesh(replace(space, ranks=[ranks], nodes=nodes)):
             for stages in [space.stages] if space.stages else _divisions(plans, several[0]):
                 yield [replace(candidate, stages=stages) for candidate in several]
 
 
-def helped_stages(plans: PlanSearch) -> Iterator[list[Candidate]]:
+def assigned_stages(plans: PlanSearch) -> Iterator[list[Candidate]]:
     """The candidates of each mesh of all ranks but one, which computes the last layers of a stage: the fewest with
     which no other rank lacks memory."""
     request, axes = plans.request, plans.space.axes or axes_that_shard(plans.space.model)
     space = replace(plans.space, axes=[axis for axis in axes if axis in (*BATCH, PIPE)])
-    for ranks in sorted(ranks for ranks in set(space.ranks) if 1 < ranks <= MOST_RANKS and space.order is None):
+    for ranks in sorted(ranks for ranks in set(space.ranks) if 1 < ranks <= MOST_RANKS and space.base.order is None):
         node_numbers = request.machine.with_ranks(ranks).node_numbers[1:]  # rank 0 writes the run's files
-        helpers = {number: rank for rank, number in enumerate(node_numbers, 1)}  # one of each node
-        for several, rank in product(_by_mesh(replace(space, ranks=[ranks - 1])), helpers.values()):
+        taken = {number: rank for rank, number in enumerate(node_numbers, 1)}  # one of each node
+        for several, rank in product(_by_mesh(replace(space, ranks=[ranks - 1])), taken.values()):
             frugal = several[0]
             for layers in divide(space.model, frugal.pipe, frugal.composition(request.base).division):
                 names = list(dict.fromkeys(space.model.layers[number][0].split("/")[0] for number in layers))
-                helped = [_assigned(frugal, names[-count:], rank) for count in range(1, len(names) + 1)]
-                fewest = bisect_left(helped, True, key=lambda each: _owners_fit(plans, each))
-                yield from [[replace(each, assign=few.assign) for each in several] for few in helped[fewest:][:1]]
+                reduced = [_assigned(frugal, names[-count:], rank) for count in range(1, len(names) + 1)]
+                fewest = bisect_left(reduced, True, key=lambda each: _owners_fit(plans, each))
+                yield from [[replace(each, assign=few.assign) for each in several] for few in reduced[fewest:][:1]]
 
 
 def differences(one: Candidate, other: Candidate) -> int:

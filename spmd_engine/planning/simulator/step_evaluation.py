@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 from spmd_engine.axes import count_ranks
-from spmd_engine.engine.helpers import helper_ranks
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.analyze import analyze
@@ -69,12 +68,7 @@ class PlanEvaluation:
     @property
     def peak_moment(self) -> str:
         """What the rank that holds most computes at its peak."""
-        step = self.peak_step
-        if not step.computations:
-            return "the start"
-        computation = step.computations[min(step.peak.computation, len(step.computations) - 1)]
-        micro_batch = computation.micro_batch
-        return computation.name + (f" of micro-batch {micro_batch}" if micro_batch is not None else "")
+        return self.peak_step.peak_moment
 
     def as_json(self) -> dict[str, Any]:
         """The evaluation as JSON."""
@@ -94,12 +88,12 @@ class PlanEvaluation:
 
 
 def _placed(machine: Machine, axes: Mapping[str, int], composition: ParallelConfig) -> Machine:
-    """The machine with its ranks in the order of an analysis: those of the mesh, then helper ranks."""
-    helpers, order = helper_ranks(composition.assigned), composition.order
-    machine = machine.with_ranks(count_ranks(axes) + len(helpers))
-    if helpers:
-        members = [rank for rank in range(machine.ranks) if rank not in helpers]
-        order = [*(members[number] for number in order or range(len(members))), *helpers]
+    """The machine with its ranks in the order of an analysis: those of the mesh, then the others."""
+    others, order = composition.ranks_outside, composition.order
+    machine = machine.with_ranks(count_ranks(axes) + len(others))
+    if others:
+        members = [rank for rank in range(machine.ranks) if rank not in others]
+        order = [*(members[number] for number in order or range(len(members))), *others]
     return machine.placed(order)
 
 
