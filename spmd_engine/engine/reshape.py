@@ -255,14 +255,13 @@ class Reshaper:
     def _check_memory(self, needed: int) -> None:
         """Raise UsageError if the old and the new arrays of a node's ranks exceed its memory. Collective."""
         by_rank = self.all_ranks.all_gather(np.array([needed]), label="reshape")
-        on_node = sum(n for n, host in zip(by_rank, self.world.hosts, strict=True) if host == self.world.node)
+        on_node = int(sum(by_rank[[host == self.world.node for host in self.world.hosts]]))
 
         def check() -> None:
-            if on_node > memory_here():
+            if on_node > (memory := memory_here()):
                 raise UsageError(
-                    f"parameters, gradients and optimizer state in the old and the new shape are "
-                    f"{readable_bytes(int(on_node))} on node {self.world.node}, which has "
-                    f"{readable_bytes(memory_here())} of memory"
+                    "parameters, gradients and optimizer state in the old and the new shape are "
+                    f"{readable_bytes(on_node)} on node {self.world.node}, which has {readable_bytes(memory)} of memory"
                 )
 
         on_all_ranks(self.all_ranks, check)

@@ -6,6 +6,7 @@ Each file is read, is counted as skipped with the reason, or is refused by name.
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -372,7 +373,7 @@ def _table_lines(file: Path) -> tuple[list[TableLine], list[str]]:
     if len(rows) < 2:
         raise UsageError(f"{file}: the table has no rows")
     head, places = rows[0][1], _places(rows[0][1])
-    if places[0] is None and len(head) == 2 and (file.parent / head[0]).is_file():  # no line with names
+    if places[0] is None and len(head) == 2 and os.path.isfile(file.parent / head[0]):  # no line with names
         places, head = [0, 1, None], []
     elif None in places[:2]:
         raise UsageError(
@@ -387,7 +388,8 @@ def _table_lines(file: Path) -> tuple[list[TableLine], list[str]]:
             raise UsageError(f"{where}: there is no {'class' if path else 'path'}")
         if classes.setdefault(path, name) != name:
             raise UsageError(f"{where}: {path} is of class {name!r} here, but of {classes[path]!r} in a line before")
-        if not (file.parent / path).is_file():
-            raise UsageError(f"{where}: there is no file {file.parent / path}")
+        with reading(f"{where}: the path cannot be used"):  # too long, or with a byte of zero
+            if not (file.parent / path).is_file():
+                raise UsageError(f"{where}: there is no file {file.parent / path}")
         lines.append(TableLine(where, file.parent / path, name, split.lower()))
     return lines, [name for place, name in enumerate(head) if place not in places]

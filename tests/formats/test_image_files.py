@@ -330,6 +330,7 @@ def test_a_table_may_say_the_parts(tmp_path):
     ("text", "said"),
     [
         ("path,label\nb.png,x\n", "labels.csv, line 2: there is no file .*b.png"),
+        (f"path,label\n{'b' * 300}.png,x\n", "labels.csv, line 2: the path cannot be used: File name too long"),
         ("path,label\na.png,x\nimg/b.png,\n", "line 3: there is no class"),
         ("path,label\na.png,x\n,y\n", "line 3: there is no path"),
         ("path,label\na.png,x\na.png,y\n", "line 3: a.png is of class 'y' here, but of 'x' in a line before"),
