@@ -37,7 +37,7 @@ from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.layout import Layout, block_of, in_order
 from spmd_engine.sharding.shards import Shards
 
-AT_A_TIME = 1 << 25  # bytes of a large parameter to load at a time, if its rows are cheap to read
+AT_A_TIME = 1 << 23  # bytes of a large parameter to load at a time, if its rows are cheap to read
 
 
 class LayeredEngine(StoredEngine):
