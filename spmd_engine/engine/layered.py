@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from spmd_engine.engine.state.moving_state import MovingState, unpack
 from spmd_engine.engine.zero.parameter_store import StoredEngine, check_shapes
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.layout import Layout, block_of, in_order
@@ -78,6 +80,8 @@ class LayeredEngine(StoredEngine):
         placed: bool = True,
         trained: bool = True,
     ) -> None:
+        check_argument("LayeredEngine: model", model, Model, "a Model; as_distributed also takes names and layers")
+        check_argument("LayeredEngine: mesh", mesh, (Mesh, NoneType), "a Mesh, as Mesh(data=2)")
         self.model, self.seed, self.backend, self._trained = model, seed, backend, trained
         # That of a job is there before ``__init__``.
         self.dtype = dtype_of(next(each for each in (dtype, self.dtype, np.float32) if each is not None))
