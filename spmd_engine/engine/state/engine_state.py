@@ -120,7 +120,8 @@ def place(
     how: dict[str, Any] = {"together": together, "trained": trained}
     store = ParameterStore(described, assignment, mesh, layout, storage, dtype, backend, **how)
     frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)
-    buffers = Buffers(model, assignment.held, mesh, layout, dtype, backend, frozen.arrays)
+    table = storage.table(mesh.axes, (), dtype, trained=trained)
+    buffers = Buffers(model, assignment.held, mesh, layout, table, backend, frozen.arrays)
     extras = Extras(buffers, SideOutputs(model, mesh, layout))
     unsharder = Unsharder(
         [*store.storages, *frozen.storages],
