@@ -554,7 +554,7 @@ def document_of(content: Any, where: str, columns: Columns | None = None, source
         text = content["text"]
         if text and isinstance(text, str):
             return Document(text, source=source, where=where)
-    place = {"source": source, "where": where}
+    place: dict[str, Any] = {"source": source, "where": where}
     found = _fields(content, where, columns)
     kinds = _kinds(found)
     if not kinds:
