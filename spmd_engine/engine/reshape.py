@@ -183,9 +183,9 @@ class Reshaper:
         self.all_ranks = Group(self.world, "world", self._ledger, **self._options)  #: also those outside the mesh
 
     @property
-    def is_idle(self) -> bool:
-        """Whether this rank is outside the mesh."""
-        return self.world.rank not in self.shape.ranks
+    def placed(self) -> LayeredEngine | None:
+        """The engine, if this rank is on its mesh."""
+        return self.engine if self.world.rank in self.shape.ranks else None
 
     def checked(
         self, request: ShapeRequest, batch_size: int | None = None, micro_batches: int = 1
@@ -246,7 +246,7 @@ class Reshaper:
         if batch_size is not None:
             check_batch(batch_size, micro_batches, layout.spec(model.inputs), position)
         needed = 0
-        if not self.is_idle:
+        if self.placed is not None:
             needed += self._bytes(self.shape, self.engine.assignment)
         if (mine := self.position_in(shape)) is not None:
             needed += self._bytes(shape, self._assigned(shape, model, mine)[1])
