@@ -30,7 +30,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.precision import accumulated_in
-from spmd_engine.axes import all_positions, axes_text
+from spmd_engine.axes import all_positions, axes_of_stage, axes_text
 from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh, ranks_by_position
@@ -105,14 +105,15 @@ def parse_assign(text: str | None) -> tuple[Assigned, ...]:
     return tuple(assigned)
 
 
-@requirement("assign", nearest="Name other layers, or use other axes", of_model=True)
+@requirement("assign", nearest="Name other layers, or use other axes", of_model=True, left_out=("assign",))
 def _layers_of_helper_ranks(case: Case) -> None:
     """layers that are whole on each owner: sharded over samples alone"""
     options, axes, model = case.options, case.axes, case.model
     taken: set[int] = set()
     for term in options.assigned:
         option, numbers = f"--assign {term.layers}:rank{term.rank}", term.numbers(model)
-        splits = [axis for axis, size in axes.items() if size != 1 and axis not in (*BATCH, PIPE)]
+        owners = [axes_of_stage(axes, stage) for stage in stages_of(term, model, axes, options)]
+        splits = [axis for each in owners for axis, size in each.items() if size > 1 and axis not in (*BATCH, PIPE)]
         if any("e" in model.layers[number][1].sizes for number in numbers):
             over = ("expert",) if options.expert_axes is None else options.expert_axes
             splits += [axis for axis in over if axes.get(axis, 1) > 1]
