@@ -32,7 +32,9 @@ def drawn_shape(job, config):
             how |= {"offload": what, "offload_dir": str(job.folder)}
     on_mesh = 3 if axes.get("model") else int(np.prod(list(axes.values())))
     ranks = [0, *sorted(rng.choice(np.arange(1, RANKS), on_mesh - 1, replace=False).tolist())]
-    names = [name for name, _ in groupby(name.split("/")[0] for name, _ in config.model.build(config.composition).layers)]
+    names = [
+        name for name, _ in groupby(name.split("/")[0] for name, _ in config.model.build(config.composition).layers)
+    ]
     assigned = {}
     for rank in set(range(RANKS)) - set(ranks):
         first, count = rng.integers(len(names)), rng.integers(0, 4)
