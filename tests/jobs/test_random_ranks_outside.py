@@ -56,7 +56,8 @@ def test_ranks_outside_the_mesh_change_no_result(tmp_path, seed):
     requests = {}
     for step in range(1, job.steps - 1):
         axes, how, ranks = drawn_shape(job, config)
-        requests[step] = ShapeRequest({"mesh": axes, **how}, ranks=ranks)
+        protocol = "live" if job.rng.random() < 0.3 else "stop-and-copy"
+        requests[step] = ShapeRequest({"mesh": axes, **how}, ranks=ranks, protocol=protocol)
     run_threads(lambda: train(helped, tmp_path / "run", propose=requests.get, enforce=False), RANKS)
     run_threads(lambda: train(config, tmp_path / "alone"), 1)
     for refused in events(tmp_path / "run", "not reshaped"):
