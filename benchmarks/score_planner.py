@@ -449,7 +449,7 @@ class Predictor:
                 machine,
                 dtype=np.float16,
                 optimizer=SystemUpdate(system),
-                overlap=run.overlap,
+                hides_sums=run.overlap,
             )
         costs.analyses = self._costs.setdefault((replace(size, layers=1), run.system, run.repeats), {})
         estimator = costs.estimator(candidate)

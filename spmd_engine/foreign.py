@@ -92,14 +92,14 @@ def read_text(path: str | Path, most: int = MOST_BYTES, *, pipes: bool = True) -
 
 def parse_json(text: str | bytes, pairs: Callable[[list], Any] | None = None) -> Any:
     """The content of a JSON text, within the limits; raises ValueError or RecursionError. ``pairs``: object hook."""
-    return _bounded(json.loads(text, object_pairs_hook=pairs))
+    return bounded(json.loads(text, object_pairs_hook=pairs))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """The content of a TOML text, within the limits; raises ValueError or RecursionError."""
     if _DOTTED.search(text):  # tomllib takes quadratic time for such a key
         raise RecursionError
-    return _bounded(tomllib.loads(text))
+    return bounded(tomllib.loads(text))
 
 
 def json_at(
@@ -135,7 +135,7 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _bounded(content: Any) -> Any:
+def bounded(content: Any) -> Any:
     """``content``; raises RecursionError if it is nested too deep, ValueError if a number has too many digits."""
     level = [content]
     for _ in range(DEPTH + 1):

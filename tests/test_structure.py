@@ -223,11 +223,9 @@ ROOMS = {
     "overlapping layers": (
         r"overlap_layers|overlaps|within_overlap|parse_overlap|_overlap_of|^Overlap$",
         """
-        adaptive/advisor.py adaptive/candidates.py adaptive/shape_changes.py comm/blocks.py
-        comm/transports/shared_memory.py engine/parallel_config.py engine/reshape.py engine/state/assignment.py
-        planning/dry_run/analyze.py planning/search/cost_model.py planning/search/estimate.py
-        planning/search/layer_costs.py planning/search/plan_search.py planning/search/search_space.py
-        tokens/long_text.py
+        adaptive/advisor.py adaptive/candidates.py engine/parallel_config.py
+        engine/reshape.py engine/state/assignment.py planning/search/estimate.py planning/search/layer_costs.py
+        planning/search/plan_search.py planning/search/search_space.py
         """,
     ),
     "half precision": (

@@ -111,6 +111,8 @@ class LiveMigration:
 
     def __init__(self, reshaper: Reshaper, shape: Shape, step_seconds: float, within: float | None = None) -> None:
         self._reshaper, self.shape, self._within = reshaper, shape, within
+        reshaper.check_live(shape)
+        assert reshaper.optimizer is not None
         self._engine, self._optimizer, self._group = reshaper.engine, reshaper.optimizer, reshaper.all_ranks
         self._began, self._failure = monotonic(), ""
         self._copied, self._seconds, self._nbytes, self._rate = 0, 0.0, 0.0, BYTES_PER_SECOND
@@ -264,11 +266,15 @@ class LiveMigration:
 
     # --- the copy
 
-    def advance(self, training: Mapping[str, Any], step_seconds: float, ends: str = "") -> dict[str, Any] | None:
-        """Call this after each step. Returns what rank 0 passed as ``training`` (JSON) when all is copied, else None.
+    @property
+    def is_last(self) -> bool:
+        """Whether the next portion is the last one."""
+        return self._copied + self._next == self._portions
 
-        ``training`` has the number of the ``step``. ``ends``: why the migration must end now, if it must. Raises
-        UsageError on all ranks if it has failed.
+    def advance(self, step: int, step_seconds: float, ends: str = "") -> bool:
+        """Call this after each step, with its number. Returns whether all is copied.
+
+        ``ends``: why the migration must end now, if it must. Raises UsageError on all ranks if it has failed.
         """
         if self._within is not None and monotonic() - self._began > self._within:
             ends = ends or f"it is not complete after {self._within:g} s"
@@ -276,8 +282,8 @@ class LiveMigration:
         after = copied + self._next
         parts, packed = self._attempt("packing", lambda: self._pack(copied, after)) or ([], [])
         packing, made = perf_counter() - began, self._optimizer.last
-        mine = {"training": training, "update": made if made.get("step") == training["step"] else None}
-        ranks = self._agree({**mine, "step": step_seconds, "copy": self._seconds}, ends)
+        mine = {"update": made if made.get("step") == step else None, "step": step_seconds, "copy": self._seconds}
+        ranks = self._agree(mine, ends)
         began = perf_counter()
         received = [
             part.exchange(self._group, pieces, LABELS[kind == "gradients"])
@@ -291,7 +297,7 @@ class LiveMigration:
         self._nbytes = self._busiest_bytes(self._next, copied)
         self._copied, self.steps = after, self.steps + 1
         self._next = self._portion(ranks[0]["step"])
-        return ranks[0]["training"] if after == self._portions else None
+        return after == self._portions
 
     def _learn_speed(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Take the speed of the last exchange, by what all ranks say that it took."""

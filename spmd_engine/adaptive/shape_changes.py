@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from spmd_engine.adaptive import change_of_shape as todo
+from spmd_engine.adaptive.change_of_shape import Action, ChangeOfShape, Next, Notify
 from spmd_engine.adaptive.joining import JoinRequest, JoinRequests, facts_of
 from spmd_engine.axes import axes_text
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
@@ -22,6 +26,7 @@ from spmd_engine.foreign import MOST_OF_REQUEST, json_at, reading
 from spmd_engine.runtime.activity import ranges
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.run import Run
+from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
 
 if TYPE_CHECKING:
@@ -31,9 +36,9 @@ if TYPE_CHECKING:
 class ShapeChanges(Hook):
     """Lets a run change its shape after any of its steps, and takes in ranks that join it. It is the last hook.
 
-    Rank 0 looks for a ShapeRequest after each step, and ``propose(step)`` may return one, too. All ranks learn of it
-    with the step's metrics, check it, and move, or refuse it with one error; the answer is a line of ``events.jsonl``.
-    Ranks outside the mesh are woken for it.
+    Rank 0 looks for a request after each step, and ``propose(step)`` may return one, too. All ranks learn of it with
+    the step's metrics, and do what ``ChangeOfShape`` says next. The answer is a line of ``events.jsonl``. Ranks outside
+    the mesh are woken for it.
     """
 
     def __init__(
@@ -46,290 +51,49 @@ class ShapeChanges(Hook):
         """``joined``: on a rank that joins, the order of the running job; ``before``: its own world."""
         self._workload, self._propose = workload, propose
         self._joined, self._before = joined, before
-        self._reshaper: Reshaper | None = None  # of an engine whose shape can change
-        self._request_id = ""  # of the request that is followed now
-        self._request: ShapeRequest | UsageError | None = None  # on rank 0: see ``_read``
-        self._unread_id = ""  # that of a request which cannot be read, if it has one
-        self._proposed: ShapeRequest | None = None
-        self._joining: JoinRequests | None = None  # on rank 0
-        self._port: Port | None = None  # of ranks that are taken in now
-        self._live: LiveMigration | None = None  # while one goes on
-        self._notices: list[str] = []  # of its shape
-        self._last_after, self._step_seconds = (
-            perf_counter(),
-            0.0,
-        )  # the end of the last changes, and the step since then
+        self._change = ChangeOfShape()
+        self._live: LiveMigration | None = None  # while the change is moving
+        self._step_seconds = 0.0  # of the last step
 
     def _begin(self, run: Run, steps: int) -> None:
-        self._run, self._steps, self._file = run, steps, RequestFile(run.folder / ShapeRequest.FILE)
         job, engine = self._workload.job, self._workload.engine
-        if isinstance(engine, LayeredEngine):
-            axes = engine.mesh.all_axes if engine.is_placed else job.composition.mesh
-            shape = Shape(job.composition.changed(mesh=axes), tuple(engine.mesh.others.on_mesh))
-            if joined := self._joined:
-                experts = {layer: tuple(parts) for layer, parts in joined["experts"].items()}
-                shape = Shape(job.composition, tuple(joined["ranks"]), experts)
-            self._reshaper = Reshaper(
-                engine,
-                run.trainer.optimizer,
-                shape,
-                job.model.build,
-                before=self._before,
-                check=job.check,
-                timeout=job.timeout,
-                deterministic=job.deterministic,
-            )
+        others = engine.mesh.others
+        axes = job.composition.mesh if others.have_this else engine.mesh.all_axes
+        shape = Shape(job.composition.changed(mesh=axes), tuple(others.on_mesh))
+        if self._joined:
+            shape = ShapeRequest.from_json(self._joined["shape"], "the order").shape
+        reshapable: Any = engine  # else each change is refused
+        optimizer, before = run.trainer.optimizer, self._before
+        self._run = run
+        self._reshaper = Reshaper(reshapable, optimizer, shape, job.model.build, states=[run.trainer], before=before)
+        self._requests: _Requests | None = None
         if engine.device_id == 0:
-            refuses = "" if self._reshaper else f"{job.strategy or job.model.name} shards itself: no ranks can join it"
-            self._joining = JoinRequests(run.folder, refuses, facts_of(run.config or {}))
+            refuses = f"{job.strategy or job.model.name} shards itself: no ranks can join it"
+            refuses = "" if isinstance(engine, LayeredEngine) else refuses
+            joining = JoinRequests(run.folder, refuses, facts_of(run.config or {}))
+            self._requests = _Requests(run.folder, steps, self._propose, joining)
 
-    # --- on rank 0
+    # --- of the hook
 
     def has_request(self, step: int) -> bool:
         """Whether a request is due after this step, on rank 0."""
-        if self._run.engine.device_id:
+        requests = self._requests
+        if requests is None or step >= requests.steps or self._live or self._run.tracing:  # the trace is of one mesh
             return False
-        if step >= self._steps or self._live or self._run.tracing:  # the trace is of one mesh
-            return False
-        world = self._reshaper.world if self._reshaper else self._run.engine.mesh.comm
-        if self._joining and self._joining.is_ready(world):
-            self._proposed = self._request = None  # of the next step
-            return True
-        self._proposed, self._request = self._propose(step), self._read()
-        if isinstance(self._request, ShapeRequest) and self._request.at > step:
-            self._request = None
-        return (self._proposed or self._request) is not None
+        return requests.look(step, self._reshaper.world)
 
-    def _read(self) -> ShapeRequest | UsageError | None:
-        """The request in the folder, or why what is there is none; None if nothing new is there."""
-        if not self._file.is_there():
-            return None
-        content, self._unread_id, path = None, "", self._file.path
-        try:
-            with reading(str(path)):
-                content = json_at(path, most=MOST_OF_REQUEST, pipes=False)
-                request = ShapeRequest.from_json(content, str(path))
-                if request.at >= self._steps:
-                    raise UsageError(f"the run ends after step {self._steps}: a change after step {request.at} is late")
-                return request
-        except UsageError as error:
-            if isinstance(content, Mapping) and isinstance(number := content.get("id"), str):
-                self._unread_id = number
-            return error
-
-    def _order(self) -> str:
-        """The request to follow now, and the ``_training``, as JSON."""
-        request, training = self._proposed or self._request, self._training()
-        self._request_id = ""
-        if self._joining and self._joining.request and request is None:
-            return self._order_to_join(self._joining, self._joining.request, training)
-        if request is not self._proposed:
-            self._file.answered()
-        if isinstance(request, UsageError):
-            self._request_id = self._unread_id
-            raise request
-        assert request is not None
-        self._request_id = request.id
-        with reading("the request"):
-            return json.dumps({"request": request.as_json(), **training})
-
-    def _order_to_join(self, joining: JoinRequests, request: JoinRequest, training: dict[str, Any]) -> str:
-        """The order to take in the ranks that are connected, which they get, too."""
-        assert self._reshaper
-        first, shape = self._reshaper.world.size, request.shape and request.shape.as_json()
-        order = json.dumps(
-            {
-                "join": [*range(first, first + request.ranks)],
-                "request": shape,
-                "config": self._run.config,
-                "ranks": self._reshaper.shape.ranks,
-                "experts": self._reshaper.shape.experts,
-                "steps": self._steps,
-                **training,
-            }
-        )
-        self._request_id = request.id
-        self._port = joining.take(order, ranges(range(first, first + request.ranks)))
-        return order if self._port else json.dumps({"request": None, **training})
-
-    # --- on all ranks
+    def complete(self, report: StepReport) -> StepReport:
+        self._step_seconds = report.seconds
+        return report
 
     def between_steps(self, step: int, requested: bool) -> None:
-        self._step_seconds = perf_counter() - self._last_after
         stop = self._run.trainer.stop
-        if self._live:
-            self._migrate()
-        elif requested and not (stop and stop.taken):
-            self._change_shape()
-        self._last_after = perf_counter()
+        if self._live or (requested and not (stop and stop.taken)):
+            self._act()
 
     def enter(self, order: Mapping[str, Any]) -> None:
         """Call this on a rank that joins, after the merge, with the job's order, before its first step."""
-        self._change_shape(order)
-        self._last_after = perf_counter()
-
-    def _change_shape(self, joined: Mapping[str, Any] | None = None) -> None:
-        """Follow a request on all ranks of the world, or refuse it. ``joined``: see the constructor."""
-        if not (self._reshaper and self._reshaper.is_idle):
-            self._run.finish_saving(must=False)  # on the old mesh; it may fail
-
-        def follow() -> dict[str, Any] | None:
-            all_ranks = self._reshaper.all_ranks if self._reshaper else self._run.engine.group()
-            order = joined or json.loads(text_from_rank_zero(all_ranks, self._order))
-            self._set_training(order)
-            if "join" in order:
-                self._grow(order["join"], is_merged=bool(joined))
-            request = order["request"]
-            return None if request is None else self._follow(ShapeRequest.from_json(request, "the request"))
-
-        self._answer(follow)
-
-    def _migrate(self) -> None:
-        """Go on with a live migration after a step, on all ranks of the world; at its end change the shape."""
-        live, trainer = self._live, self._run.trainer
-        assert live
-        stops = trainer.steps_done >= self._steps or bool(trainer.stop and trainer.stop.taken)
-
-        def advance() -> dict[str, Any] | None:
-            assert self._reshaper
-            training = live.advance(self._training(), self._step_seconds, "the run ends" if stops else "")
-            if training is None:
-                return None
-            if not self._reshaper.is_idle:
-                self._run.finish_saving(must=False)
-            self._set_training(training)
-            facts = {"steps": live.steps, "bytes": live.plan.nbytes}
-            return self._move(live.shape, self._notices, copies=live.copies()) | facts
-
-        with self._workload.engine.mesh.activity.phase("live migration after step", trainer.steps_done):
-            if self._answer(advance):
-                self._live, self._run.moving = None, False
-
-    def _answer(self, do: Callable[[], dict[str, Any] | None]) -> bool:
-        """Tell the observers what ``do()`` returns about a change of shape, or why it is refused.
-
-        Returns False if ``do()`` returns None, as the change is not made yet. Collective over the world: all
-        ranks are awake meanwhile.
-        """
-        self._began, run, reshaper = perf_counter(), self._run, self._reshaper
-        before = reshaper and reshaper.shape
-        is_first = run.engine.device_id == 0
-        if reshaper and reshaper.others.ranks and is_first:
-            reshaper.others.wake({"hook": run.hooks.index(self)})
-        change: dict[str, Any] | None = {}
-        try:
-            change = do()
-            answer = "reshaped"
-        except UsageError as error:
-            if reshaper and reshaper.shape is not before:
-                raise  # the arrays have moved: this is no refusal
-            change = {"why": str(error)}
-            answer = "not_reshaped"
-        finally:
-            if reshaper:
-                reshaper.rest()
-        if change is None:
-            return False
-        if is_first:
-            change |= {"request": self._request_id, "seconds": round(perf_counter() - self._began, 4)}
-        run.notify(answer, run.steps_done, change)
-        return True
-
-    def _grow(self, joins: list[int], is_merged: bool) -> None:
-        """Take in ranks that are connected, with these numbers, as idle ranks; ``is_merged`` on these. Collective over
-        the new world."""
-        run, reshaper, job = self._run, self._reshaper, self._workload.job
-        assert reshaper
-        with self._workload.engine.mesh.activity.phase("taking in ranks, step", run.steps_done):
-            if not is_merged:
-                reshaper.grow(self._port)
-            run.gather_memory_limits(reshaper.all_ranks)
-            notices = [notice for hook in run.hooks for notice in hook.prepare(job, reshaper.all_ranks)]
-        if self._port is not None:
-            self._port.close()
-            self._port = None
-        change = {
-            "ranks": joins,
-            "nodes": [reshaper.world.hosts[rank] for rank in joins],
-            "memory": run.memory_limits,
-            "notices": notices,
-            "seconds": round(perf_counter() - self._began, 4),
-        }
-        run.notify("joined", run.steps_done, change)
-        self._began = perf_counter()
-
-    def _training(self) -> dict[str, Any]:
-        """The state of the training that a rank needs which has been idle, as JSON."""
-        trainer = self._run.trainer
-        scale = trainer.loss_scale.as_json() if trainer.loss_scale else None
-        return {"step": trainer.steps_done, "skipped": trainer.skipped_in_a_row, "loss_scale": scale}
-
-    def _set_training(self, training: Mapping[str, Any]) -> None:
-        """Take the ``_training`` of rank 0."""
-        trainer = self._run.trainer
-        trainer.steps_done, trainer.skipped_in_a_row = training["step"], training["skipped"]
-        if trainer.loss_scale:
-            trainer.loss_scale.restore(training["loss_scale"])
-
-    def _follow(self, request: ShapeRequest) -> dict[str, Any] | None:
-        """Change the shape, and return facts for the log; or begin a live migration. Raises UsageError on all ranks for
-        what cannot be done."""
-        job, reshaper = self._workload.job, self._reshaper
-        if reshaper is None:
-            raise UsageError(f"{job.strategy or job.model.name} shards itself: its shape cannot change")
-        if request.model not in (None, job.model.name):
-            raise UsageError(f"this is a shape for {request.model}, and the run trains {job.model.name}")
-        shape, notices = reshaper.checked(request, job.data.batch_size, job.data.micro_batches)
-        if (moved := reshaper.within_overlap(shape)) != shape:
-            facts = self._move(moved, notices)  # which sends nothing
-            with suppress(UsageError):  # the overlap stays where it is
-                self._begin_live(shape, [])
-            return facts
-        if request.protocol == "live":
-            self._begin_live(shape, notices, request.within)
-            return None
-        return self._move(shape, notices, fill=self._checkpoint() if request.protocol == "checkpoint-based" else None)
-
-    def _begin_live(self, shape: Shape, notices: list[str], within: float | None = None) -> None:
-        """Begin a live migration. Raises UsageError on all ranks if that is impossible."""
-        from spmd_engine.adaptive.migration import LiveMigration  # which imports the dry run
-
-        run, reshaper = self._run, self._reshaper
-        assert reshaper
-        if any(each.composition.storage.places.kinds for each in (shape, reshaper.shape)):
-            raise UsageError("a live migration cannot move what is offloaded: use --protocol stop-and-copy")
-        self._live = LiveMigration(reshaper, shape, self._step_seconds, within)
-        self._notices, plan = notices, {"request": self._request_id, **self._live.plan.as_json()}
-        run.moving = True
-        run.notify("migrating", run.steps_done, plan)
-
-    def _checkpoint(self) -> Callable[[], Any]:
-        """Save the run, and return a function that loads this checkpoint. Collective over the world."""
-        from spmd_engine.checkpoints import load_checkpoint  # which few runs need
-
-        run, reshaper = self._run, self._reshaper
-        assert reshaper
-        on_all_ranks(reshaper.all_ranks, lambda: None if reshaper.is_idle else run.save())
-        return lambda: load_checkpoint(run.folder, run.engine, run.trainer.optimizer)
-
-    def _move(self, shape: Shape, notices: list[str], **options: Any) -> dict[str, Any]:
-        """Continue in another shape; returns facts for the log. ``options`` are those of ``Reshaper.move``."""
-        run, workload, reshaper = self._run, self._workload, self._reshaper
-        assert reshaper
-        before = str(reshaper.shape)
-        with workload.engine.mesh.activity.phase("changing shape, step", run.steps_done):
-            reshaper.move(shape, **options)
-        self._workload = workload = replace(workload, job=workload.job.changed(composition=shape.composition))
-        run.config = {**(run.config or {}), "composition": shape.composition.as_json()}
-        if not reshaper.is_idle:
-            run.validation = workload.validation
-        return {
-            "before": before,
-            "after": str(shape),
-            "mesh": axes_text(shape.axes),
-            "ranks": list(shape.ranks),
-            "notices": notices,
-        }
+        self._act(order)
 
     @contextmanager
     def during(self, run: Run, steps: int) -> Iterator[None]:
@@ -344,7 +108,191 @@ class ShapeChanges(Hook):
             together = True
             raise
         finally:
-            if self._reshaper:
-                self._reshaper.close(together)
-            if self._joining:
-                self._joining.close()
+            self._reshaper.close(together)
+            if self._requests:
+                self._requests.joining.close()
+
+    # --- on all ranks of the world: what ``ChangeOfShape`` says
+
+    def _act(self, order: Mapping[str, Any] | None = None) -> None:
+        """Do and report what is due after a step; ``order``: that of the job, on ranks that join."""
+        reshaper, change = self._reshaper, self._change
+        if not (reshaper.is_idle or (self._live and not self._live.is_last)):
+            self._run.finish_saving(must=False)  # on the old mesh; it may fail
+        if self._requests and reshaper.others.ranks:
+            reshaper.others.wake({"hook": self._run.hooks.index(self)})
+        began = perf_counter()
+        following = deque(change.stepped(self._ends()) if self._live else change.due(self._number()))
+        try:
+            while following:
+                action, before = following.popleft(), reshaper.shape
+                if isinstance(action, Notify):
+                    seconds = {} if action.name == "migrating" else {"seconds": round(perf_counter() - began, 4)}
+                    self._run.notify(action.name, self._run.steps_done, {**action.facts, **seconds})
+                    began = perf_counter()
+                    continue
+                try:
+                    following += self._do(action, order)
+                except UsageError as error:
+                    if reshaper.shape is not before:
+                        raise  # the arrays have moved: this is no refusal
+                    following += change.failed(str(error))
+        finally:
+            reshaper.rest()
+        if change.state != "moving":
+            self._live = None
+
+    def _number(self) -> str:
+        """The id of the request that is due, on rank 0."""
+        return self._requests.due.id if self._requests and self._requests.due else ""
+
+    def _ends(self) -> str:
+        """Why no step follows, if so, on rank 0."""
+        stop, requests = self._run.trainer.stop, self._requests
+        ends = requests and (self._run.steps_done >= requests.steps or (stop and stop.taken))
+        return "the run ends" if ends else ""
+
+    def _do(self, action: Action, order: Mapping[str, Any] | None) -> Next:
+        """What ``ChangeOfShape`` answers after this. Raises UsageError on all ranks if it cannot be done."""
+        match action:
+            case todo.ReadRequest():
+                return self._read(order)
+            case todo.CheckShape(request):
+                return self._check(request)
+            case todo.BeginLive(shape, within):
+                from spmd_engine.adaptive.migration import LiveMigration  # which imports the dry run
+
+                self._live = LiveMigration(self._reshaper, shape, self._step_seconds, within)
+                return self._change.copying(self._live.plan.as_json())
+            case todo.AdvanceLive(ends):
+                assert self._live
+                with self._phase("live migration after step"):
+                    return self._change.advanced(self._live.advance(self._run.steps_done, self._step_seconds, ends))
+            case todo.MoveTo(shape, protocol):
+                return self._move(shape, protocol)
+
+    def _phase(self, what: str) -> AbstractContextManager[None]:
+        return self._workload.engine.mesh.activity.phase(what, self._run.steps_done)
+
+    def _read(self, order: Mapping[str, Any] | None) -> Next:
+        merged = order is not None
+        if order is None:
+            order = json.loads(text_from_rank_zero(self._reshaper.all_ranks, self._order))
+        assert order is not None
+        joined = self._grow(order["join"], merged) if "join" in order else None
+        request = order["request"]
+        return self._change.read(request and ShapeRequest.from_json(request, "the request"), joined)
+
+    def _order(self) -> str:
+        """The request to follow now, on rank 0, as JSON. Raises UsageError if it cannot be read."""
+        assert self._requests
+        request = self._requests.take()
+        if isinstance(request, JoinRequest):
+            return self._order_to_join(request, self._requests)
+        with reading("the request"):
+            return json.dumps({"request": request.as_json()})
+
+    def _order_to_join(self, request: JoinRequest, requests: _Requests) -> str:
+        """The order to take in the ranks that are connected, which they get, too."""
+        run, reshaper = self._run, self._reshaper
+        joins = range(reshaper.world.size, reshaper.world.size + request.ranks)
+        shape = request.shape and replace(request.shape, id=request.id).as_json()
+        job = {"config": run.config, "shape": reshaper.shape.request.as_json(), "steps": requests.steps}
+        order = json.dumps({"join": [*joins], "request": shape, "step": run.steps_done, **job})
+        requests.port = requests.joining.take(order, ranges(joins))
+        return order if requests.port else json.dumps({"request": None})
+
+    def _grow(self, joins: list[int], merged: bool) -> dict[str, Any]:
+        """Take in ranks that are connected, with these numbers, as idle ranks, and return facts; ``merged`` on these.
+        Collective over the new world."""
+        run, reshaper, port = self._run, self._reshaper, self._requests and self._requests.port
+        with self._phase("taking in ranks, step"):
+            if not merged:
+                reshaper.grow(port)
+            run.gather_memory_limits(reshaper.all_ranks)
+            notices = [each for hook in run.hooks for each in hook.prepare(self._workload.job, reshaper.all_ranks)]
+        if port:
+            port.close()
+        nodes = [reshaper.world.hosts[rank] for rank in joins]
+        return {"ranks": joins, "nodes": nodes, "memory": run.memory_limits, "notices": notices}
+
+    def _check(self, request: ShapeRequest) -> Next:
+        job, reshaper, engine = self._workload.job, self._reshaper, self._workload.engine
+        if not isinstance(engine, LayeredEngine):
+            raise UsageError(f"{job.strategy or job.model.name} shards itself: its shape cannot change")
+        if request.model not in (None, job.model.name):
+            raise UsageError(f"this is a shape for {request.model}, and the run trains {job.model.name}")
+        shape, notices = reshaper.checked(request, job.data.batch_size, job.data.micro_batches)
+        return self._change.checked(shape, notices, reshaper.at_once(shape))
+
+    def _move(self, shape: Shape, protocol: str) -> Next:
+        run, reshaper, before, copied = self._run, self._reshaper, str(self._reshaper.shape), {}
+        options: dict[str, Any] = {}
+        if protocol == "live" and self._live:
+            options = {"copies": self._live.copies()}
+            copied = {"steps": self._live.steps, "bytes": self._live.plan.nbytes}
+        elif protocol == "checkpoint-based":
+            from spmd_engine.checkpoints import load_checkpoint  # which few runs need
+
+            on_all_ranks(reshaper.all_ranks, lambda: None if reshaper.is_idle else run.save())
+            options = {"fill": lambda: load_checkpoint(run.folder, run.engine, run.trainer.optimizer)}
+        with self._phase("changing shape, step"):
+            reshaper.move(shape, **options)
+        run.continue_as(shape.composition, self._workload.validation)
+        facts = {"before": before, "after": str(shape), "mesh": axes_text(shape.axes), "ranks": list(shape.ranks)}
+        return self._change.moved(shape, facts, copied)
+
+
+@dataclass(frozen=True)
+class _Unreadable:
+    """What is there instead of a request."""
+
+    id: str  #: if it has one
+    why: str
+
+
+class _Requests:
+    """What is requested of a run after a step, on its rank 0: by a program, by ``migrate`` or by ``join``."""
+
+    def __init__(
+        self, folder: Path, steps: int, propose: Callable[[int], ShapeRequest | None], joining: JoinRequests
+    ) -> None:
+        self.steps, self._propose, self.joining = steps, propose, joining
+        self._file = RequestFile(folder / ShapeRequest.FILE)
+        self.due: ShapeRequest | JoinRequest | _Unreadable | None = None  #: of the last step
+        self._is_filed = False  # whether it is in the file
+        self.port: Port | None = None  #: to the ranks that are taken in now
+
+    def look(self, step: int, world: Communicator) -> bool:
+        """Whether anything is due after this step."""
+        if self.joining.is_ready(world):
+            self.due, self._is_filed = self.joining.request, False
+            return True
+        proposed = self._propose(step)
+        self.due, self._is_filed = proposed or self._read(step), proposed is None
+        return self.due is not None
+
+    def _read(self, step: int) -> ShapeRequest | _Unreadable | None:
+        """The request in the folder, or why what is there is none; None if nothing is due."""
+        if not self._file.is_there():
+            return None
+        content, path = None, self._file.path
+        try:
+            with reading(str(path)):
+                content = json_at(path, most=MOST_OF_REQUEST, pipes=False)
+                request = ShapeRequest.from_json(content, str(path))
+                if request.at >= self.steps:
+                    raise UsageError(f"the run ends after step {self.steps}: a change after step {request.at} is late")
+                return request if request.at <= step else None
+        except UsageError as error:
+            number = content.get("id") if isinstance(content, Mapping) else None
+            return _Unreadable(number if isinstance(number, str) else "", str(error))
+
+    def take(self) -> ShapeRequest | JoinRequest:
+        """What is due, which is answered from now on. Raises UsageError if it is no request."""
+        if self._is_filed:
+            self._file.answered()
+        if isinstance(self.due, _Unreadable):
+            raise UsageError(self.due.why)
+        assert self.due
+        return self.due

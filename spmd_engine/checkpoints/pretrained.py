@@ -79,15 +79,11 @@ def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path
         adapters = read_adapters(adapter, pretrained.shape) if adapter is not None else {}
         return pretrained, {name: adapter.array for name, adapter in adapters.items()}
 
-    def check_files() -> None:
-        pretrained.check_copies()
-        pretrained.warn_of_unread_files()
-
     pretrained, adapters = on_all_ranks(engine.group(), read)
     if not {*engine.names} <= pretrained.keys() | adapters.keys():
         engine.initialize(frozen=False)
     on_all_ranks(engine.group(), lambda: engine.load_checkpoint(_weights(engine, pretrained, adapters)))
-    on_rank_zero(engine.group(), check_files)
+    on_rank_zero(engine.group(), pretrained.check_files)
     engine.after_update()
     return pretrained
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from spmd_engine.checkpoints.read import Checkpoint, Sliceable
 from spmd_engine.checkpoints.save import assign_blocks, file_name, stored_arrays
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.safetensors_header import dtype_of
+from spmd_engine.formats.safetensors_header import dtype_of, header
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 
@@ -34,7 +35,7 @@ def export_checkpoint(
     """
     arrays = _arrays(checkpoint, section).items()
     tensors = [TensorToWrite(name, array.dtype, array.shape, {name: as_it_is(array.shape)}) for name, array in arrays]
-    write_tensors(checkpoint.section(section), {Path(path): tensors}, group, {"format": "np"})
+    write_tensors(checkpoint.section(section), {Path(path): tensors}, group, partial(header, facts={"format": "np"}))
 
 
 def reshard_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, files: int) -> Path:

@@ -12,7 +12,6 @@ from rich.console import Console
 from spmd_engine.axes import all_positions
 from spmd_engine.cli.options import LongCommand, axes_of, model_on, output_option, present, takes_job
 from spmd_engine.cli.values import WholeRange
-from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.observability.step import draw_memory_of_step, print_shards, print_step
 from spmd_engine.planning import Samples, analyze_engine
@@ -23,6 +22,7 @@ from spmd_engine.planning.search.placement import annealed, tasks_of
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.data.array_file import read_arrays
 from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.training.workload import optimizer_of, step_of
 
 WIDTH = 240  # columns of tables, so that no number is truncated on narrow terminals
 
@@ -68,24 +68,13 @@ def analyze(
         raise UsageError(
             f"--shards with --assign {job.composition.assign}: a helper rank has no shard; omit one of them"
         )
-    optimizer = OPTIMIZERS[job.training.optimizer]()
     if (make := job.model.engine) is not None:
         if job.device != "cpu":
             raise UsageError(f"--device {job.device}: {job.model.name} is an engine of your own; analyze it on cpu")
-        analysis = analyze_engine(make, axes, _samples(job), optimizer=optimizer)
+        analysis = analyze_engine(make, axes, _samples(job), optimizer=optimizer_of(job.training))
     else:
         model, composition = model_on(axes, job)
-        analysis = analyze_step(
-            model,
-            axes,
-            composition,
-            batch_size=job.data.batch_size,
-            micro_batches=job.data.micro_batches,
-            sequence=job.data.length,
-            dtype=job.model.dtype,
-            optimizer=optimizer,
-            device=job.device,
-        )
+        analysis = analyze_step(model, axes, composition, device=job.device, **step_of(job))
     console = Console(highlight=False, width=WIDTH, soft_wrap=True)
     if shards:
         nodes = read_machine(machine).with_ranks(ranks).capabilities(job.model.dtype) if machine is not None else []

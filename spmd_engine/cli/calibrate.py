@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 
 from spmd_engine import units
 from spmd_engine.cli.bench.measuring import start_ranks
-from spmd_engine.cli.options import Quantity, print_notices
+from spmd_engine.cli.options import FILE, Quantity, print_notices
 from spmd_engine.cli.values import Choice
 from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
@@ -34,12 +34,7 @@ from spmd_engine.training.workload import make_trainer, open_workload
 
 
 @click.command(short_help="Measure this machine into a file that 'plan' reads.")
-@click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="File to write. [default: the file that 'plan' reads]",
-)
+@click.option("--output", type=FILE, help="File to write. [default: the file that 'plan' reads]")
 @click.option(
     "--seconds",
     metavar="TIME",

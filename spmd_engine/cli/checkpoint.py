@@ -12,9 +12,11 @@ import click
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.digest import differences, digest_of_checkpoint, digest_text
 from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER, Manifest
-from spmd_engine.checkpoints.hf.export import NAMES, export_adapters, export_huggingface
-from spmd_engine.checkpoints.hf.weights import merged
+from spmd_engine.checkpoints.hf.export import NAMES, export_adapters, export_gguf, export_huggingface
+from spmd_engine.checkpoints.hf.weights import Pretrained, merged
 from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard_checkpoint
+from spmd_engine.cli.values import Choice, WholeRange
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import UsageError
@@ -42,10 +44,10 @@ def checkpoint() -> None:
 
 @checkpoint.command()
 @click.argument("path")
-@click.option("--arrays/--no-arrays", default=True, show_default=True, help="List every array.")
+@click.option("--arrays/--no-arrays", default=None, help="List every array. [default: with --json alone]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(path: str, arrays: bool, as_json: bool) -> None:
-    """Print the contents of a checkpoint, without reading its arrays."""
+def inspect(path: str, arrays: bool | None, as_json: bool) -> None:
+    """Print a summary of a checkpoint, or all its arrays, without reading them."""
     opened, manifest = _open(path)
     sizes = {section: sum(array.nbytes for array in held.values()) for section, held in manifest.sections.items()}
     facts = {
@@ -62,9 +64,11 @@ def inspect(path: str, arrays: bool, as_json: bool) -> None:
         for name, array in held.items()
     ]
     if as_json:
-        click.echo(json.dumps(facts | ({"arrays": listed} if arrays else {}), indent=2))
+        click.echo(json.dumps(facts | ({"arrays": listed} if arrays is not False else {}), indent=2))
         return
     readable = {"bytes": ", ".join(f"{section} {count:,}" for section, count in sizes.items())}
+    counts = ", ".join(f"{section} {len(held)}" for section, held in manifest.sections.items())
+    readable["arrays"] = counts if arrays else f"{counts}; --arrays lists them"
     for name, value in (facts | readable).items():
         click.echo(f"{name:<16}{value}")
     if arrays:
@@ -118,7 +122,7 @@ def digest(path: str, other: str | None, arrays: bool) -> None:
 @checkpoint.command()
 @click.argument("path")
 @click.argument("folder")
-@click.option("--files", type=click.IntRange(1, MOST_FILES), default=1, show_default=True, help="Files of each kind.")
+@click.option("--files", type=WholeRange(1, MOST_FILES), default=1, show_default=True, help="Files of each kind.")
 def reshard(path: str, folder: str, files: int) -> None:
     """Rewrite a checkpoint into FOLDER, that of a run, in another number of files.
 
@@ -135,37 +139,73 @@ def reshard(path: str, folder: str, files: int) -> None:
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["safetensors", "huggingface", "peft"]),
+    type=Choice(["safetensors", "huggingface", "gguf", "peft"]),
     default="safetensors",
     show_default=True,
-    help="One file with our names, a folder for transformers, or a folder of adapters for PEFT.",
+    help="One file with our names, a folder for transformers, a file for llama.cpp, or a folder of adapters for PEFT.",
 )
 @click.option(
-    "--dtype", type=click.Choice(list(NAMES)), default="float32", show_default=True, help="Dtype in a folder."
+    "--dtype",
+    type=Choice(list(NAMES)),
+    default="float32",
+    show_default=True,
+    help="Dtype in a folder or GGUF file; there float32, float16 or bfloat16.",
 )
 def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> None:
     """Write the parameters and buffers of a checkpoint as one plain safetensors file TARGET, every array whole.
 
     Under mpiexec, the ranks share the work and write in parallel. 'infer --checkpoint FILE' reads the file. With
     --format huggingface, TARGET is a folder with config.json, for 'AutoModelForCausalLM.from_pretrained' and for
-    --model; it gets the tokenizer that the run began with, and adapters are merged into the weights. With --format peft
-    it has the adapters only.
+    --model; it gets the tokenizer that the run began with, and adapters are merged into the weights. With --format gguf
+    TARGET is a file with the same content. With --format peft it is a folder with the adapters only.
     """
     if kind != "safetensors" and optimizer:
         raise UsageError(f"--format {kind} has only parameters; omit --optimizer")
-    check_ending("export", target, *([".safetensors"] if kind == "safetensors" else []))
+    check_ending("export", target, *_ENDINGS.get(kind, ()))
     opened, manifest = _open(path)
     with Mesh() as mesh, reading(f"{target} cannot be written"):
         group = mesh.group() if mesh.size > 1 else None
         if kind != "safetensors":
-            _export_folder(opened, manifest.config, target, kind, dtype, group)
+            _export_for_others(opened, manifest.config, target, kind, dtype, group)
         else:
             export_checkpoint(opened, OPTIMIZER if optimizer else MODEL, target, group)
     if launcher_rank() == 0:
         click.echo(target)
 
 
-def _export_folder(opened: Checkpoint, config: Any, target: str, kind: str, dtype: str, group: Group | None) -> None:
+@checkpoint.command()
+@click.argument("model")
+@click.argument("target")
+@click.option(
+    "--format",
+    "kind",
+    type=Choice(["huggingface", "gguf"]),
+    help="A folder for transformers, or a file for llama.cpp. [default: gguf if TARGET ends with .gguf]",
+)
+@click.option("--dtype", type=Choice(list(NAMES)), default="float32", show_default=True, help="Dtype of the weights.")
+def convert(model: str, target: str, kind: str | None, dtype: str) -> None:
+    """Write a pretrained MODEL, a GGUF file or a folder, in the other format, as TARGET, without a run.
+
+    Blocks of a GGUF file are unpacked. The tokenizer is handed on. Under mpiexec, the ranks share the work.
+    """
+    kind = kind or ("gguf" if target.endswith(".gguf") else "huggingface")
+    check_ending("convert", target, *_ENDINGS.get(kind, ()))
+    with Mesh() as mesh, reading(f"{target} cannot be written"):
+        pretrained = on_all_ranks(mesh.group(), lambda: Pretrained(model))
+        on_rank_zero(mesh.group(), pretrained.check_files)
+        write = export_gguf if kind == "gguf" else export_huggingface
+        group = mesh.group() if mesh.size > 1 else None
+        write(pretrained, pretrained.shape, target, group, dtype=dtype, beside=pretrained.path)
+    if launcher_rank() == 0:
+        click.echo(target)
+
+
+_ENDINGS = {"safetensors": [".safetensors"], "gguf": [".gguf"]}  #: of files, by format
+
+
+def _export_for_others(
+    opened: Checkpoint, config: Any, target: str, kind: str, dtype: str, group: Group | None
+) -> None:
     model = TrainConfig.from_json(config, f"{opened.path}: config").model
     shape = model.shape or shape_named(model.name)
     shape = shape.changed(mixture=model.mixture or shape.mixture, vocabulary=model.vocabulary or shape.vocabulary)
@@ -175,7 +215,8 @@ def _export_folder(opened: Checkpoint, config: Any, target: str, kind: str, dtyp
         export_adapters(opened, shape, model.lora, target, group, dtype=dtype, base=model.path)
         return
     arrays = opened if model.lora is None else merged(opened, shape, model.lora)
-    export_huggingface(arrays, shape, target, group, dtype=dtype, beside=model.path)
+    write = export_gguf if kind == "gguf" else export_huggingface
+    write(arrays, shape, target, group, dtype=dtype, beside=model.path)
 
 
 def _open(path: str) -> tuple[Checkpoint, Manifest]:

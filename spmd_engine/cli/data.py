@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import click
 
 from spmd_engine.cli.options import open_mesh, takes_job
+from spmd_engine.cli.show_images import print_images
+from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
+from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending
-from spmd_engine.formats.token_file import TokenFile, open_token_file
+from spmd_engine.formats.text_documents import Columns, documents, find_files, format_name, parse_columns
+from spmd_engine.formats.token_file import TokenFile, is_token_file, open_token_file
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
-from spmd_engine.training.data.prepare import prepare as prepare_file
+from spmd_engine.training.data.contact_sheet import holds_images
+from spmd_engine.training.data.prepare import FileSummary, encoded_document, prepare_with_summary
 from spmd_engine.training.data.token_data import check_digests
 
-BYTES = "bytes"
+BYTES, SHEET = "bytes", "contact-sheet.png"
 
 
 @click.group(short_help="Encode a corpus once, as a file of tokens.")
 def data() -> None:
     """Encode a corpus once, as a file of tokens that training maps: train --data FILE."""
+
+
+columns_option = click.option(
+    "--columns",
+    metavar="WHAT=NAME",
+    help="Columns or keys of rows: text=article, or prompt=question,completion=answer.",
+)
 
 
 @data.command()
@@ -35,21 +51,25 @@ def data() -> None:
     show_default=True,
     help="A model's folder or GGUF file, or tokenizer.json.",
 )
+@columns_option
 @takes_job("check", config=False)
-def prepare(paths, output, tokenizer, job) -> None:
-    """Encode text files, folders of them, and .jsonl files. Several ranks share the work.
+def prepare(paths, output, tokenizer, columns, job) -> None:
+    """Encode text files, folders of them, and rows of .jsonl, .json, .csv, .tsv and .parquet files, also compressed
+    (.gz, .zst). Several ranks share the work.
 
-    A document is a file, or a line of a .jsonl file: {"text": ...}, or instructions: {"prompt": ..., "completion": ...}
-    or {"messages": [{"role": ..., "content": ...}, ...]}, written by the tokenizer's chat template. In instructions,
-    the loss counts only completions and the assistant's answers. One document in 20 is held out for validation.
+    A document is a file, or a row: {"text": ...}, or instructions: {"prompt": ..., "completion": ...}, {"instruction":
+    ..., "input": ..., "output": ...} or {"messages": [{"role": ..., "content": ...}, ...]}, written by the tokenizer's
+    chat template. In instructions, the loss counts only completions and the assistant's answers. One document in 20 is
+    held out for validation. 'data show' prints documents as the model sees them.
     """
+    named = parse_columns(columns)
     check_ending("--output", output, ".tokens", ".bin")
     with open_mesh(job) as mesh:
         chosen: Tokenizer = ByteTokenizer()
         if tokenizer != BYTES:
             chosen = on_all_ranks(mesh.group(), lambda: tokenizer_at(tokenizer))
-        file = prepare_file(mesh.group(), paths, chosen, output)
-        on_rank_zero(mesh.group(), lambda: click.echo(_description(file)))
+        file, summary = prepare_with_summary(mesh.group(), paths, chosen, output, named)
+        on_rank_zero(mesh.group(), lambda: click.echo("\n".join([*_by_file(summary), _description(file)])))
 
 
 @data.command()
@@ -76,3 +96,119 @@ def _description(file: TokenFile) -> str:
             f"vocabulary {facts.vocabulary:,}, tokenizer {facts.tokenizer_sha256[:16]}, digest {facts.sha256[:16]}",
         ]
     )
+
+
+_LISTED = 20  #: most files of which a summary is printed
+
+
+def _by_file(summary: Sequence[FileSummary]) -> list[str]:
+    """A line a file, first those of which something is not read; nothing for a single file without remarks."""
+    ordered = sorted(summary, key=lambda each: not (each.left_out or each.notices))
+    lines = [str(each) for each in ordered[:_LISTED]]
+    if len(ordered) > _LISTED:
+        rest = FileSummary(f"{len(ordered) - _LISTED:,} more files")
+        for each in ordered[_LISTED:]:
+            rest.merge(each)
+        lines.append(str(rest))
+    return lines
+
+
+# --- Documents as the model sees them
+
+_WIDTH = 100  #: characters of a line of tokens
+_MOST_TOKENS = 400  #: of a document that is printed
+_ALL = 1 << 62  #: more bytes than files have
+
+
+@data.command()
+@click.argument("path")
+@click.option("--model", metavar="PATH", default=BYTES, show_default=True, help="As --tokenizer of 'data prepare'.")
+@click.option(
+    "-n", "count", type=WholeRange(1, 100), default=5, show_default=True, help="Documents of each kind, or images."
+)
+@click.option("--output", metavar="FILE", default=SHEET, show_default=True, help="Contact sheet of images to write.")
+@click.option("--json", "as_json", is_flag=True, help="Print an object a line for each document, with all its tokens.")
+@columns_option
+def show(path: str, model: str, count: int, output: str, as_json: bool, columns: str | None) -> None:
+    """Print the first documents of each kind in a file, a folder or a file of tokens, as the model will see them.
+
+    For a data set of images: print its classes, and write the first images of each as the model will see them. What is
+    not read is printed, too, with the reason.
+
+    Tokens are separated by |. Those that are learnt stand on lines with ">", and are green in a terminal; the others
+    are read only. A line break in a token is shown as \\n. The tokens that begin and end a document are among them.
+    """
+    if launcher_rank() > 0:
+        return
+    if Path(path).exists() and holds_images(path):
+        print_images(path, count, output, as_json)
+        return
+    shown = (
+        _in_token_file(path, count) if is_token_file(path) else _in_texts(path, model, count, parse_columns(columns))
+    )
+    found = False
+    for document in shown:
+        found = True
+        click.echo(json.dumps(document, ensure_ascii=False) if as_json else "\n".join(_as_lines(document)))
+    if not found:
+        raise UsageError(f"{path}: there is nothing to read in it")
+
+
+def _in_texts(path: str, model: str, count: int, columns: Columns | None) -> Iterator[dict[str, Any]]:
+    """The first documents of each kind of file and row."""
+    tokenizer: Tokenizer = ByteTokenizer() if model == BYTES else tokenizer_at(model)
+    seen = Counter[tuple[str, str]]()
+    for file in find_files([path]):
+        ending = format_name(file[0])
+        if seen[ending, "text"] >= count and ending == "text":
+            continue
+        for number, document in enumerate(documents([file], 0, _ALL, _ALL, columns), 1):
+            kind = document.left_out or document.kind
+            seen[ending, kind] += 1
+            if seen[ending, kind] <= count:
+                facts = {"where": document.where, "row": number, "kind": kind}
+                if document.left_out:
+                    yield {**facts, "left_out": document.left_out}
+                    continue
+                encoded = encoded_document(document, tokenizer)
+                learnt = [1] * len(encoded.tokens) if encoded.learnt is None else encoded.learnt.tolist()
+                yield {**facts, **_tokens(tokenizer, encoded.tokens, learnt), "text": encoded.text}
+            elif number > 100 * count:
+                break
+
+
+def _in_token_file(path: str, count: int) -> Iterator[dict[str, Any]]:
+    from spmd_engine.tokens.hugging_face import tokenizer_of
+
+    file = open_token_file(path)
+    tokenizer: Tokenizer = tokenizer_of(file.tokenizer, path) if file.tokenizer else ByteTokenizer()
+    for number, end in enumerate(file.ends[:count].tolist(), 1):
+        span = slice(int(file.ends[number - 2]) if number > 1 else 0, end)
+        tokens = file.tokens[span].tolist()
+        learnt = [1] * len(tokens) if file.learnt is None else file.learnt[span].tolist()
+        yield {"where": path, "row": number, "kind": "tokens", **_tokens(tokenizer, tokens, learnt)}
+
+
+def _tokens(tokenizer: Tokenizer, tokens: list[int], learnt: list[int]) -> dict[str, Any]:
+    return {"tokens": tokens, "pieces": [tokenizer.piece(token) for token in tokens], "learnt": learnt}
+
+
+def _as_lines(document: dict[str, Any]) -> Iterator[str]:
+    """A title, then the tokens of the document in lines, each of them either learnt or not."""
+    title = f"--- {document['where']}: {document['kind']}"
+    if "left_out" in document:
+        yield f"{title}, left out"
+        return
+    pieces, learnt = document["pieces"], document["learnt"]
+    yield f"{title}, {len(pieces):,} tokens, {sum(learnt):,} of them learnt"
+    line, size, shown = [], 0, min(len(pieces), _MOST_TOKENS)
+    for at in range(shown):
+        piece = json.dumps(pieces[at], ensure_ascii=False)[1:-1]
+        line.append(piece)
+        size += len(piece) + 1
+        if at + 1 == shown or learnt[at + 1] != learnt[at] or size > _WIDTH:
+            text = "|".join(line)
+            yield f"> {click.style(text, fg='green')}" if learnt[at] else f"  {text}"
+            line, size = [], 0
+    if shown < len(pieces):
+        yield f"  ... {len(pieces) - shown:,} more tokens"

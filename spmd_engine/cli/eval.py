@@ -11,10 +11,14 @@ from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_optio
 from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, waits_outside
 from spmd_engine.errors import UsageError
-from spmd_engine.formats.text_documents import check_text
+from spmd_engine.formats.text_documents import documents, find_files
 from spmd_engine.formats.token_file import is_token_file, open_token_file
 from spmd_engine.serving.scoring import Score, score
+from spmd_engine.tokens.encoding import encode_prompt
+from spmd_engine.training.data.prepare import encoded_document
 from spmd_engine.training.data.token_data import check_digests
+
+_ALL = 1 << 62  #: more bytes than files have
 
 
 @click.command(cls=LongCommand, name="eval", short_help="Score texts: log-probabilities, perplexity.")
@@ -22,7 +26,11 @@ from spmd_engine.training.data.token_data import check_digests
 @checkpoint_option
 @click.option("--text", "texts", multiple=True, help="A text; may be repeated.")
 @click.option(
-    "--file", "files", metavar="FILE", multiple=True, help="A text file, or the held-out part of a token file."
+    "--file",
+    "files",
+    metavar="FILE",
+    multiple=True,
+    help="A file of text, or of rows, each scored by itself; or the held-out part of a token file.",
 )
 @click.option("--stride", type=WholeRange(min=1), help="Tokens between windows. [default: half the context]")
 @click.option("--batch-size", type=WholeRange(min=1), default=8, show_default=True, help="Windows at a time.")
@@ -46,7 +54,7 @@ def eval(run, checkpoint, texts, files, stride, batch_size, as_json, trust_code,
 
 def _read(served: TextModel, texts: tuple[str, ...], files: tuple[str, ...]) -> list[tuple[str, list[int]]]:
     """Names and tokens of the texts and files."""
-    named = [(text if len(text) < 40 else text[:37] + "...", served.tokenizer.encode(text)) for text in texts]
+    named = [(text if len(text) < 40 else text[:37] + "...", encode_prompt(served.tokenizer, text)) for text in texts]
     for file in files:
         if is_token_file(file):
             tokens = open_token_file(file)
@@ -56,13 +64,16 @@ def _read(served: TextModel, texts: tuple[str, ...], files: tuple[str, ...]) -> 
                 raise UsageError(f"{file} holds out no documents: score a file of text instead")
             named.append((file, held_out))
             continue
-        try:
-            with open(file, "rb") as opened:
-                check_text(opened, f"--file {file}")
-                text = opened.read().decode(errors="surrogateescape")
-        except OSError as error:
-            raise UsageError(f"--file {file} cannot be read: {error}") from None
-        named.append((file, served.tokenizer.encode(text)))
+        before = len(named)
+        for document in documents(find_files([file]), 0, _ALL, _ALL):
+            if document.left_out:
+                continue
+            if document.is_text:
+                named.append((document.where, encode_prompt(served.tokenizer, document.content())))
+            else:
+                named.append((document.where, encoded_document(document, served.tokenizer).tokens))
+        if len(named) == before:
+            named.append((file, []))
     if not named:
         raise UsageError("eval needs a text: give --text TEXT or --file FILE")
     for name, tokens in named:

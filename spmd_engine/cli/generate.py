@@ -15,12 +15,12 @@ from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_optio
 from spmd_engine.cli.values import WholeNumber, WholeRange
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, waits_outside
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import parse_json, read_text, reading
+from spmd_engine.formats.text_documents import prompts_in
 from spmd_engine.serving import Completion, StoppingCriteria
 from spmd_engine.serving import generate as generate_texts
 from spmd_engine.serving.generation import BATCH, OnText
 from spmd_engine.serving.sampling import LARGEST
-from spmd_engine.tokens.chat import chat_text
+from spmd_engine.tokens.encoding import encode_chat, encode_prompt
 from spmd_engine.training.train_config import TrainConfig
 
 TOKENS = 240  #: most new tokens, without a limit of the model
@@ -33,7 +33,10 @@ _SHARE = click.FloatRange(0, 1)
 @checkpoint_option
 @click.option("--prompt", "prompts", multiple=True, help="The beginning of a text; may be repeated.")
 @click.option(
-    "--prompts", "file", metavar="FILE", help="A prompt a line; in a .jsonl file, an object with prompt or messages."
+    "--prompts",
+    "file",
+    metavar="FILE",
+    help="A prompt a line; in a .jsonl, .json, .csv or .parquet file, a row with prompt or messages.",
 )
 @click.option("--chat", is_flag=True, help="Treat prompts as messages of a user, in the model's chat template.")
 @click.option("--echo/--no-echo", default=None, help="Print prompts before the texts. [default: except for messages]")
@@ -81,7 +84,7 @@ def generate(run: str | None, checkpoint: str | None, job: TrainConfig, **option
             prompts = json_from_rank_zero(opened.group(), lambda: _prompts(options["prompts"], options["file"]))
         served = open_text_model(run, checkpoint, job, opened)
         texts = [_text_of(served, prompt, options) for prompt in prompts for _ in range(options["samples"])]
-        tokens = [served.tokenizer.encode(text, special=special) for text, special in texts]
+        tokens = [tokens for _, tokens, _ in texts]
         defaults = served.generation
         for name in defaults.unknown if opened.rank == 0 else ():
             click.echo(f"generation_config.json: {name} is not supported, and ignored", err=True)
@@ -95,8 +98,8 @@ def generate(run: str | None, checkpoint: str | None, job: TrainConfig, **option
             tuple(options["stop"]),
             bool(run or checkpoint) if options["slide"] is None else options["slide"],
         )
-        echoed = [special if options["echo"] is None else options["echo"] for _, special in texts]
-        printing = _Printing([text for text, _ in texts], echoed, options["as_json"])
+        echoed = [plain if options["echo"] is None else options["echo"] for _, _, plain in texts]
+        printing = _Printing([text for text, _, _ in texts], echoed, options["as_json"])
         completions = generate_texts(
             served.engine,
             tokens,
@@ -112,38 +115,26 @@ def generate(run: str | None, checkpoint: str | None, job: TrainConfig, **option
 
 
 def _prompts(texts: Sequence[str], file: str | None) -> list[Any]:
-    """The prompts: texts, or lists of messages."""
+    """The prompts: texts, or messages with the tools that the assistant may call."""
     prompts: list[Any] = list(texts)
     if file is not None:
-        with reading(f"--prompts {file} cannot be read"):
-            lines = read_text(file).splitlines()
-        prompts += [
-            _object(line, file, n) if file.endswith(".jsonl") else line for n, line in enumerate(lines, 1) if line
-        ]
+        rows = prompts_in(file)
+        prompts += [row.text if row.messages is None else [row.messages, row.tools] for row in rows]
     if not prompts:
         raise UsageError("generate needs a prompt: give --prompt TEXT or --prompts FILE")
     return prompts
 
 
-def _object(line: str, file: str, number: int) -> Any:
-    with reading(f"{file}, line {number} cannot be read as JSON"):
-        content = parse_json(line)
-    prompt = content.get("prompt", content.get("messages")) if isinstance(content, dict) else None
-    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt)):
-        raise UsageError(f'{file}, line {number}: it must be {{"prompt": TEXT}} or {{"messages": [{{"role": ...}}]}}')
-    return prompt
-
-
-def _text_of(served: TextModel, prompt: str | list, options: dict[str, Any]) -> tuple[str, bool]:
-    """The text of a prompt, and whether the tokenizer is to add its special tokens."""
+def _text_of(served: TextModel, prompt: str | list, options: dict[str, Any]) -> tuple[str, list[int], bool]:
+    """The text of a prompt, its tokens, and whether it is no conversation."""
     if isinstance(prompt, str) and not options["chat"]:
         if options["system"] is not None:
             raise UsageError("--system goes with --chat, or with prompts that are messages")
-        return prompt, True
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return prompt, encode_prompt(served.tokenizer, prompt), True
+    messages, tools = ([{"role": "user", "content": prompt}], None) if isinstance(prompt, str) else prompt
     if options["system"] is not None:
         messages = [{"role": "system", "content": options["system"]}, *messages]
-    return chat_text(served.tokenizer, messages), False
+    return *encode_chat(served.tokenizer, messages, tools), False
 
 
 class _Printing:

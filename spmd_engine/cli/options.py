@@ -58,6 +58,9 @@ def rare_option(*flags: str, **options: Any) -> Callable:
     return click.option(*flags, cls=SettingOption, **options)
 
 
+FILE = click.Path(dir_okay=False, path_type=Path)  #: of an option that names a file to write
+
+
 class LongCommand(click.Command):
     """A command with many options: ``--help`` lists those that most users need, with the first sentence of each help;
     ``--help-all`` lists all options, by section of the configuration, with their whole help."""
@@ -336,8 +339,7 @@ def served_model(job: TrainConfig) -> ModelConfig:
 
 output_option = click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
+    type=FILE,
     help="Write the picture to FILE.svg, or FILE.png (needs Pillow), instead of printing it.",
 )
 

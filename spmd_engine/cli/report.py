@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from spmd_engine.cli.options import FILE
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.foreign import reading
 from spmd_engine.observability.run_page import page_of
@@ -23,7 +24,7 @@ EVERY = 5  #: seconds between pages of a run that is followed
 @click.option(
     "--output",
     "-o",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="FILE.html",
     help="The file to write. [default: report.html in the folder of the first RUN]",
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
+from rich.console import Console
 
 from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.cli import CommandGroup
@@ -20,6 +21,7 @@ from spmd_engine.cli.options import (
     renamed,
     takes_job,
 )
+from spmd_engine.cli.values import Choice, WholeRange
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.views import ArraySharding, draw_mesh
 from spmd_engine.engine.build import composed_layout
@@ -35,11 +37,12 @@ from spmd_engine.observability.shardings import (
     placement_text,
     with_shares,
 )
-from spmd_engine.observability.step import draw_communication
+from spmd_engine.observability.step import draw_communication, print_transfers
 from spmd_engine.planning import analyze
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run_folder import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.training.workload import step_of
 
 MOST_PARTS = 64  #: micro-batches that can be drawn
 
@@ -108,9 +111,9 @@ def sharding(spec: str | None, shape: str | None, param: str | None, job: TrainC
 
 
 @show.command(cls=LongCommand, short_help="Ranks that hold each expert, and its load in a run.")
-@takes_job("model", "mixture", "mesh", "experts_over", described=True)
+@takes_job("model", "mixture", "mesh", "experts_over", described=True, defaults={"model": "gpt-moe-nano"})
 @click.option("--run", metavar="NAME", help="A run, for its model and the load that it measured.")
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="With --run: its last steps.")
+@click.option("--steps", type=WholeRange(min=1), default=20, show_default=True, help="With --run: its last steps.")
 @click.option("--layer", metavar="NAME", help="One layer, such as block0/moe. [default: all together]")
 def experts(job: TrainConfig, run: str | None, steps: int, layer: str | None) -> None:
     """Print a line for each expert, with the part and the ranks that hold it, then one for each part. With --run, also
@@ -142,9 +145,9 @@ def experts(job: TrainConfig, run: str | None, steps: int, layer: str | None) ->
 
 @show.command(short_help="The timeline of a pipeline's schedule.")
 @click.argument("name", metavar="SCHEDULE")
-@click.option("--stages", type=click.IntRange(1, 64), default=4, show_default=True, help="Of the pipeline.")
-@click.option("--micro-batches", type=click.IntRange(1, 512), default=8, show_default=True, help="Of a step.")
-@click.option("--chunks", type=click.IntRange(1, 16), help="Chunks of layers a stage. [default: 2 if interleaved]")
+@click.option("--stages", type=WholeRange(1, 64), default=4, show_default=True, help="Of the pipeline.")
+@click.option("--micro-batches", type=WholeRange(1, 512), default=8, show_default=True, help="Of a step.")
+@click.option("--chunks", type=WholeRange(1, 16), help="Chunks of layers a stage. [default: 2 if interleaved]")
 @output_option
 def schedule(name: str, stages: int, micro_batches: int, chunks: int | None, output: Path | None) -> None:
     """Draw stage by time what a schedule computes: F forward, B backward, or its parts, I for the input and W for the
@@ -169,11 +172,11 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int | None, out
     described=True,
     defaults={"batch_size": 16},
 )
-@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to draw.")
+@click.option("--rank", type=WholeRange(min=0), default=0, show_default=True, help="The rank to draw.")
 @output_option
 def communication(job: TrainConfig, rank: int, output: Path | None) -> None:
-    """Draw one rank's step: a column for each computation, and below a bar for each collective and message, from its
-    start to the computation that waits for it.
+    """List what one rank sends in a step, and draw the step: a column for each computation, and below a bar for each
+    collective and message, from its start to the computation that waits for it.
 
     A layer that communicates in its middle is several computations with one name.
 
@@ -189,19 +192,18 @@ def communication(job: TrainConfig, rank: int, output: Path | None) -> None:
     if job.data.micro_batches > MOST_PARTS:
         raise UsageError(f"--micro-batches {job.data.micro_batches}: at most {MOST_PARTS} can be drawn")
     model, composition = model_on(axes, job)
-    data, dtype = job.data, job.model.dtype
-    analysis = analyze(
-        model, axes, composition, batch_size=data.batch_size, micro_batches=data.micro_batches, dtype=dtype
-    )
+    analysis = analyze(model, axes, composition, **step_of(job))
     title = f"{job.model.name}, mesh {mesh[0]}: a step of rank {rank}"
+    if output is None:
+        print_transfers(analysis.of_rank(rank), Console(highlight=False, soft_wrap=True))
     present(draw_communication(analysis.of_rank(rank), mesh[rank], title, analysis.approximate), output)
 
 
 @show.command(short_help="What a collective does to small vectors.")
-@click.argument("name", metavar="COLLECTIVE", type=click.Choice(list(EXAMPLES)))
-@click.option("--ranks", type=click.IntRange(2, MOST), default=4, show_default=True, help="Virtual ranks to run it on.")
+@click.argument("name", metavar="COLLECTIVE", type=Choice(list(EXAMPLES)))
+@click.option("--ranks", type=WholeRange(2, MOST), default=4, show_default=True, help="Virtual ranks to run it on.")
 @click.option("--mesh", metavar="AXIS=SIZE,...", help="Print which transports move its data on such a mesh, by size.")
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes of that mesh.")
+@click.option("--nodes", type=WholeRange(1), default=1, show_default=True, help="Nodes of that mesh.")
 @output_option
 def collective(name: str, ranks: int, mesh: str | None, nodes: int, output: Path | None) -> None:
     """Draw what a collective does to a small vector of each rank, before and after.

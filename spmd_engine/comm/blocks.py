@@ -79,10 +79,10 @@ def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
     ``out`` may be or overlap one of the blocks, and may have the dtype of accumulation.
     """
     xp = backend_of(out).xp
-    overlap = any(xp.may_share_memory(out, block) for block in blocks)
+    shares_memory = any(xp.may_share_memory(out, block) for block in blocks)
     # Never into a block: that block may be needed later, and NumPy's in-place product of complex numbers differs in
     # the last bits from one into a new array, so that ranks would differ.
-    total = xp.empty_like(out) if overlap else out
+    total = xp.empty_like(out) if shares_memory else out
     reducer(reduction, blocks[0].dtype, xp)(total, blocks)
     if total is not out:
         out[...] = total

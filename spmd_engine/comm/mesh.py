@@ -190,7 +190,8 @@ class Mesh(Collectives, MeshPosition):
         self.others = OtherRanks(self.comm)
         self.axes = self.all_axes = checked_axes(axes or {"data": self.comm.size})
         self.ledger = ledger if ledger is not None else Ledger()
-        self._options = {"check": check, "timeout": timeout, "deterministic": deterministic}
+        #: of its groups
+        self.options: dict[str, Any] = {"check": check, "timeout": timeout, "deterministic": deterministic}
         self._groups: dict[tuple, Group] = {}
         self._owned: list[Communicator] = []
         self._validate()
@@ -226,9 +227,9 @@ class Mesh(Collectives, MeshPosition):
             if members == list(range(self.size)):
                 comm = self.comm
             else:
-                comm = self.comm.subset(members, self._options["timeout"])
+                comm = self.comm.subset(members, self.options["timeout"])
                 self._owned.append(comm)
-            group = Group(comm, ",".join(names) or "no axis", self.ledger, **self._options)
+            group = Group(comm, ",".join(names) or "no axis", self.ledger, **self.options)
             group.lowest = members.index(min(members))
             self._groups[names, places] = group
         return self._groups[names, places]
@@ -264,12 +265,12 @@ class Mesh(Collectives, MeshPosition):
         """All ranks of the job, also those that are not on the mesh; ``name`` stands for axes."""
         if name == "world" and self.comm is self.others.world:
             return self.group()
-        return Group(self.others.world, name, self.ledger, timeout=self._options["timeout"])
+        return Group(self.others.world, name, self.ledger, timeout=self.options["timeout"])
 
     @property
     def checks(self) -> bool:
         """Whether ranks of a node compare their calls."""
-        return bool(self._options["check"])
+        return bool(self.options["check"])
 
     @property
     def activity(self) -> Activity:
@@ -367,6 +368,6 @@ def mesh_beside(
     others = OtherRanks(comm, ranks, options.get("timeout", TIMEOUT))
     mesh = mesh_on(others.on_mesh, axes, others, **options)
     if mesh is None:
-        mesh = Mesh(comm)
+        mesh = Mesh(comm, **{**options, "order": None})
         mesh.others = others
     return mesh

@@ -165,6 +165,9 @@ class ShardedEngine(Collectives, EngineDefinition):
         ``dtype``, if it has one; integers, bools and complex numbers are not. An array with an attribute
         ``slices_are_copies``, such as those of a ``Checkpoint``, is not copied twice.
         """
+        if not hasattr(array, "shape"):
+            described = contract.described(array)
+            raise UsageError(f"block({name!r}, ...): {described} is no array; make it one, by numpy.asarray")
         part = array[self._index_in(name, array, owned)]
         block = _copy_to_backend(part, self.backend, fresh=getattr(array, "slices_are_copies", False))
         return block if owned else self.converted(block)

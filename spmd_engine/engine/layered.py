@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.schedules.schedule import Backward, Forward, Schedule
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, Index, ZeroConfig
 from spmd_engine.engine.state.engine_state import Copies, EngineState, StateReshard, place
+from spmd_engine.engine.state.moving_state import MovingState, unpack
 from spmd_engine.engine.zero.parameter_store import StoredEngine, check_shapes
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
@@ -138,14 +139,15 @@ class LayeredEngine(StoredEngine):
         layout: Layout | None = None,
         *,
         optimizer: Optimizer | None = None,
+        states: Sequence[MovingState] = (),
         model: Model | None = None,
         among: Group | None = None,
         copies: Copies | None = None,
         fill: Callable[[], Any] | None = None,
         **options: Any,
     ) -> None:
-        """Continue training on another mesh of all or some of the same ranks, in any order, with the same parameters,
-        buffers and, if the ``optimizer`` is given, its state.
+        """Continue on another mesh of all or some of the same ranks, in any order, with the same parameters, buffers
+        and, if the ``optimizer`` is given, its state; ``states`` move with the engine, as a cache of sequences does.
 
         A rank outside the new mesh passes None for it: it sends its blocks to the others and keeps no arrays. Such a
         rank can be taken back: ``among`` is a group of all ranks of both meshes; None: those of the old mesh.
@@ -167,6 +169,7 @@ class LayeredEngine(StoredEngine):
 
         state = on_all_ranks(move.group, placed, catch=Exception if copies else (UsageError, OSError))
         before, state_before = vars(self).copy(), dict(optimizer.state) if optimizer else {}
+        packed = [each.pack(self) if self.is_placed else (None, {}) for each in states]
         try:
             self.model = model
             self.gradients, self.input_gradient = {}, None  # of the last step, on the old mesh
@@ -184,6 +187,7 @@ class LayeredEngine(StoredEngine):
             self.filled()
         elif self.is_placed:
             del self.placed, self.store
+        unpack(states, packed, self if state else None, move.group, self.backend)
 
     @property
     def is_placed(self) -> bool:

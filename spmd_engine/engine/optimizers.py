@@ -84,6 +84,9 @@ class AdamW(Optimizer):
         self, betas: tuple[float, float] = (0.9, 0.95), epsilon: float = 1e-8, weight_decay: float = 0.1
     ) -> None:
         super().__init__()
+        _check_numbers("AdamW", epsilon=epsilon, weight_decay=weight_decay)
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise UsageError(f"AdamW: betas is {betas!r}; give two numbers, as in (0.9, 0.95)")
         self.betas, self.epsilon, self.weight_decay = betas, epsilon, weight_decay
 
     def _update(self, *arrays, step, rate, scale, decays):
@@ -96,6 +99,7 @@ class SGD(Optimizer):
 
     def __init__(self, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__()
+        _check_numbers("SGD", momentum=momentum, weight_decay=weight_decay)
         self.momentum, self.weight_decay = momentum, weight_decay
         self.kinds = ("velocity",) if momentum else ()
 
@@ -124,6 +128,12 @@ class WarmupCosine:
             return self.peak * (step + 1) / self.warmup
         done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
         return self.peak * (self.floor + (1.0 - self.floor) * 0.5 * (1.0 + cos(pi * done)))
+
+
+def _check_numbers(optimizer: str, **values: Any) -> None:
+    for name, value in values.items():
+        if not hasattr(value, "__float__"):  # as a text
+            raise UsageError(f"{optimizer}: {name} is {value!r}; give a number")
 
 
 def _flat(x: Array) -> Array:

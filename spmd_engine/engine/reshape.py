@@ -1,8 +1,9 @@
 """The shape of a running job, and its changes: another composition, on all or some of the ranks of the world.
 
-Between two steps the engine's arrays and the optimizer's state move from one mesh to another, in memory. Ranks outside
-the mesh hold none of them; they compute the layers that the composition assigns to them, or are *idle*, and do what
-rank 0 orders until they are taken back or the job ends: see ``OtherRanks``.
+The engine's arrays, the optimizer's state if there is one, and what else moves with the engine go from one mesh to
+another, in memory: between two steps of a training, or between two calls of a model that serves. Ranks outside the mesh
+hold none of them; they compute the layers that the composition assigns to them, or are *idle*, and do what rank 0
+orders until they are taken back or the job ends: see ``OtherRanks``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.connections import connections_of
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh, mesh_on, ranks_by_position
-from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.comm.world import Port, merged, part
 from spmd_engine.engine.batch import check_batch
@@ -34,6 +34,7 @@ from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE, Assignment, overlaps, shares_text
 from spmd_engine.engine.state.engine_state import Copies, assigned
+from spmd_engine.engine.state.moving_state import MovingState
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import reading
@@ -157,38 +158,40 @@ def _are_numbers(value: Any) -> bool:
 
 
 class Reshaper:
-    """Changes the shape of an engine and its optimizer, on the ranks of the world that ``engine.mesh`` covers.
+    """Changes the shape of an engine, on the ranks of the world that ``engine.mesh`` covers.
 
+    With the engine move its ``optimizer``, unless it is not trained, and its ``states``, such as a cache of sequences.
     ``build`` returns the model with the layers of a composition. ``before``: on a rank that has joined, the world in
-    which it was started. Options are those of ``Mesh``.
+    which it was started. A new mesh has the options of the present one.
     """
 
     def __init__(
         self,
         engine: LayeredEngine,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         shape: Shape,
         build: Callable[[ParallelConfig], Model],
         *,
+        states: Sequence[MovingState] = (),
         before: Communicator | None = None,
-        timeout: float | None = TIMEOUT,
-        **mesh_options: Any,
     ) -> None:
-        self.engine, self.optimizer, self.shape = engine, optimizer, shape
-        self._build, self._ledger = build, engine.mesh.ledger
-        self._mesh_options = {"timeout": timeout, **mesh_options}
+        self.engine, self.optimizer, self.shape, self.states = engine, optimizer, shape, states
+        self._build, self._ledger, self._options = build, engine.mesh.ledger, engine.mesh.options
         self.others, self.world = engine.mesh.others, engine.mesh.others.world
         #: from the first to the present, if ranks have joined
         self._worlds = [*([before] if before else []), self.world]
-        self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)  #: also those outside the mesh
+        self.all_ranks = Group(self.world, "world", self._ledger, **self._options)  #: also those outside the mesh
 
     @property
     def is_idle(self) -> bool:
         """Whether this rank is outside the mesh."""
-        return not self.engine.is_placed
+        return self.world.rank not in self.shape.ranks
 
-    def checked(self, request: ShapeRequest, batch_size: int, micro_batches: int) -> tuple[Shape, list[str]]:
-        """The shape that is requested, and notices: see ``Shape.changed``. Collective over the world.
+    def checked(
+        self, request: ShapeRequest, batch_size: int | None = None, micro_batches: int = 1
+    ) -> tuple[Shape, list[str]]:
+        """The shape that is requested, and notices: see ``Shape.changed``. ``batch_size``: of a training. Collective
+        over the world.
 
         Raises UsageError, the same on all ranks, if the job cannot go on in that shape. Until the ranks agree here,
         any error is such a refusal: what is requested may be anything, and nothing has moved.
@@ -203,7 +206,7 @@ class Reshaper:
         self._check_memory(needed)
         return shape, notices
 
-    def _check(self, shape: Shape, batch_size: int, micro_batches: int) -> int:
+    def _check(self, shape: Shape, batch_size: int | None, micro_batches: int) -> int:
         """The bytes that this rank needs to change to the shape. Raises UsageError if the job cannot go on in it."""
         world, axes, composition = range(self.world.size), shape.axes, shape.composition
         if not shape.ranks or shape.ranks[0] != 0 or len(set(shape.ranks)) < len(shape.ranks):
@@ -238,7 +241,8 @@ class Reshaper:
             layout.parts(layer, "e", counts[layer], position)  # raises MeshError for other experts or parts
         self._assigned(shape, model, position)
         passes_of(model, composition, axes).program(micro_batches, 0)
-        check_batch(batch_size, micro_batches, layout.spec(model.inputs), position)
+        if batch_size is not None:
+            check_batch(batch_size, micro_batches, layout.spec(model.inputs), position)
         needed = 0
         if not self.is_idle:
             needed += self._bytes(self.shape, self.engine.assignment)
@@ -263,11 +267,12 @@ class Reshaper:
 
     def _bytes(self, shape: Shape, assignment: Assignment) -> int:
         """Bytes in memory of a rank's parameters, gradients and optimizer state."""
-        storage, total = shape.composition.storage, 0
+        storage, total, trained = shape.composition.storage, 0, self.optimizer is not None
+        kinds = len(self.optimizer.kinds) if self.optimizer else 0
         for group in assignment.groups:
             part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.cut))
-            table = storage.table(shape.axes, group.summed.cut, self.engine.dtype)
-            total += sum(table.bytes_by_class(group.size, part, len(self.optimizer.kinds)).values())
+            table = storage.table(shape.axes, group.summed.cut, self.engine.dtype, trained=trained)
+            total += sum(table.bytes_by_class(group.size, part, kinds).values())
         return total
 
     def position_in(self, shape: Shape) -> MeshPosition | None:
@@ -291,16 +296,12 @@ class Reshaper:
         layers = [(each.context_method, each.reshard_after) for each in (composition, present)]
         return self.engine.model if layers[0] == layers[1] else self._build(composition)
 
-    def within_overlap(self, shape: Shape) -> Shape:
-        """The shape with the layers that stages hold now, if it only moves boundaries between them within these, which
-        moves no parameters or state; else the shape itself."""
+    def at_once(self, shape: Shape) -> Shape:
+        """The shape to take first on the way to this one: with the layers that stages hold now, if boundaries move only
+        within these, which moves no parameters or state; else this shape."""
         moved, before, same = shape.composition, self.shape.composition, {"stages": None, "overlap_layers": None}
-        others_differ = (moved.changed(**same), shape.ranks, shape.experts) != (
-            before.changed(**same),
-            self.shape.ranks,
-            self.shape.experts,
-        )
-        if others_differ or not (moved.storage.overlap and before.storage.overlap and PIPE in shape.axes):
+        rest, earlier = (replace(one, composition=one.composition.changed(**same)) for one in (shape, self.shape))
+        if rest != earlier or not (moved.storage.overlap and before.storage.overlap and PIPE in shape.axes):
             return shape
         held, wanted = (
             overlaps(each.chunks_on(shape.axes, self.engine.model), each.storage.overlap) for each in (before, moved)
@@ -312,6 +313,11 @@ class Reshaper:
                 return replace(shape, composition=composition)
         return shape
 
+    def check_live(self, shape: Shape) -> None:
+        """Raise UsageError if the arrays cannot move to the shape while steps go on."""
+        if any(each.composition.storage.places.kinds for each in (shape, self.shape)):
+            raise UsageError("a live migration cannot move what is offloaded: use --protocol stop-and-copy")
+
     def move(self, shape: Shape, copies: Copies | None = None, fill: Callable[[], Any] | None = None) -> None:
         """Continue in another shape. Collective over the world, with the idle ranks.
 
@@ -321,9 +327,10 @@ class Reshaper:
         engine, old, model = self.engine, self.engine.mesh, self.model_in(shape.composition)
         mesh = on_all_ranks(self.all_ranks, lambda: self._open_mesh(shape))
         layout = self.layout_in(shape, model, mesh) if mesh else None
-        how: dict[str, Any] = {"copies": copies, "fill": fill, **shape.composition.how_on(shape.axes)}
+        moves = {"optimizer": self.optimizer, "states": self.states, "copies": copies, "fill": fill}
+        how: dict[str, Any] = {"model": model, "among": self.all_ranks, **moves, **shape.composition.how_on(shape.axes)}
         try:
-            engine.reshard(mesh, layout, optimizer=self.optimizer, model=model, among=self.all_ranks, **how)
+            engine.reshard(mesh, layout, **how)
         except UsageError:
             if mesh is not None:
                 mesh.close()
@@ -342,7 +349,7 @@ class Reshaper:
 
     def _open_mesh(self, shape: Shape) -> Mesh | None:
         """The mesh of a shape; None on ranks outside it."""
-        options = {**self._mesh_options, "order": shape.composition.order}
+        options = {**self._options, "order": shape.composition.order}
         return mesh_on(shape.ranks, shape.axes, self.others, ledger=self._ledger, **options)
 
     def rest(self) -> None:
@@ -354,7 +361,7 @@ class Reshaper:
         numbers after those of the others, and the mesh stays as it is. Collective over the world."""
         self.world = self.others.world = merged(self.world, port, joins=False)
         self._worlds.append(self.world)
-        self.all_ranks = Group(self.world, "world", self._ledger, **self._mesh_options)
+        self.all_ranks = Group(self.world, "world", self._ledger, **self._options)
 
     def close(self, parts: bool) -> None:
         """Close the present mesh, and, if it ``parts``, which is collective over the world, the merged worlds."""

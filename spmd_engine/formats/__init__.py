@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
-    from spmd_engine.formats.array_files import npz_names, read_idx, read_npz
+    from spmd_engine.formats.array_files import is_of_arrays, npz_names, read_idx, read_npz
     from spmd_engine.formats.image_files import ImageFiles, images_in_folder, images_in_table
     from spmd_engine.formats.tensor import MappedArray
 
@@ -14,6 +14,7 @@ __all__ = [
     "MappedArray",
     "images_in_folder",
     "images_in_table",
+    "is_of_arrays",
     "npz_names",
     "read_idx",
     "read_npz",

@@ -72,6 +72,12 @@ def npz_names(path: str | Path) -> tuple[str, ...]:
         return tuple(distinct([(name.removesuffix(".npy"), None) for name in archive.namelist()]))
 
 
+def is_of_arrays(path: str | Path) -> bool:
+    """Whether a zip file has arrays only. Raises UsageError for a file that is damaged or no zip file."""
+    with _opened(path) as archive:
+        return all(name.endswith(".npy") for name in archive.namelist())
+
+
 def read_npz(path: str | Path, name: str) -> MappedArray | np.ndarray:
     """An array: its place in the file or, if it is compressed (``savez_compressed``), the array itself.
 

@@ -157,7 +157,9 @@ class ImageFiles:
 
     def __getitem__(self, numbers: slice | np.ndarray) -> np.ndarray:
         chosen = np.arange(len(self))[numbers] if isinstance(numbers, slice) else numbers
-        rows, kind = np.empty((len(chosen), *self.shape[1:]), self.dtype), ImageKind(*self.shape[1:], self.pixels)
+        _, height, width, channels = self.shape
+        kind = ImageKind(height, width, channels, self.pixels)
+        rows = np.empty((len(chosen), height, width, channels), self.dtype)
         for row, number in zip(rows, chosen, strict=True):
             path = self.paths[int(number)]
             row[...] = read_picture(path, path, kind)
@@ -337,6 +339,20 @@ def images_in_table(file: str | Path, listed: ListedImages | None = None) -> Lab
     return _labelled(listed, order, [f"columns that are not read: {first_few(unread)}"] if unread else [])
 
 
+def table_columns(line: str) -> list[int | None]:
+    """The numbers of the columns of paths, classes and parts, by the names in a table's first line."""
+    return _places(line.strip().split(_delimiter(line)))
+
+
+def _delimiter(text: str) -> str:
+    return max(",;\t", key=text.partition("\n")[0].count)
+
+
+def _places(head: Sequence[str]) -> list[int | None]:
+    found = [name.strip(' "\r').lower() for name in head]
+    return [next((found.index(name) for name in names if name in found), None) for names in (_PATHS, _CLASSES, _SPLITS)]
+
+
 @dataclass(frozen=True)
 class TableLine:
     """A line of a table of images."""
@@ -351,19 +367,17 @@ def _table_lines(file: Path) -> tuple[list[TableLine], list[str]]:
     """The lines of a table, and the names of columns that are not read."""
     with reading(f"{file} cannot be read as a table"):
         text = read_text(file)
-        delimiter = max(",;\t", key=text.partition("\n")[0].count)
-        reader = csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        reader = csv.reader(StringIO(text, newline=""), delimiter=_delimiter(text), strict=True)
         rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
     if len(rows) < 2:
         raise UsageError(f"{file}: the table has no rows")
-    head = [name.lower() for name in rows[0][1]]
-    places = [next((head.index(name) for name in names if name in head), None) for names in (_PATHS, _CLASSES, _SPLITS)]
-    if places[0] is None and len(head) == 2 and (file.parent / rows[0][1][0]).is_file():  # no line with names
+    head, places = rows[0][1], _places(rows[0][1])
+    if places[0] is None and len(head) == 2 and (file.parent / head[0]).is_file():  # no line with names
         places, head = [0, 1, None], []
     elif None in places[:2]:
         raise UsageError(
-            f"{file}: its columns are {first_few(rows[0][1], 12)}; call that of the images' paths path, and that of "
-            "their classes label"
+            f"{file}: its columns are {first_few(head, 12)}; call that of the images' paths path, and that of their "
+            "classes label"
         )
     lines, classes = [], {}
     for number, row in rows[bool(head) :]:

@@ -35,6 +35,26 @@ def parquet_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.parquet")) or sorted(folder.glob("data/*.parquet"))
 
 
+def is_of_images(file: Path) -> bool:
+    """Whether a parquet file has columns of images and of classes."""
+    with reading(f"{file} is damaged or cannot be read", ". Fetch it again"):
+        return None not in _columns(_open_parquet(file))
+
+
+def _open_parquet(file: Path) -> Any:
+    try:
+        parquet = import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise UsageError(f"{file}: parquet files need pyarrow: pip install 'spmd_engine[data]'") from error
+    return parquet.ParquetFile(file)
+
+
+def _columns(opened: Any) -> list[str | None]:
+    """The names of the columns of images and of classes."""
+    there = opened.schema_arrow.names
+    return [next((name for name in names if name in there), None) for names in (_IMAGES, _CLASSES)]
+
+
 def read_parquet_images(files: Sequence[Path]) -> ParquetImages:
     """The images of files whose names begin with those of their parts, as ``train-00000-of-00002.parquet``.
 
@@ -72,16 +92,11 @@ class _Table:
     """The columns of images and of classes of a file."""
 
     def __init__(self, file: Path) -> None:
-        try:
-            parquet = import_module("pyarrow.parquet")
-        except ImportError as error:
-            raise UsageError(f"{file}: parquet files need pyarrow: pip install 'spmd_engine[data]'") from error
         self.file = file
         with reading(f"{file} is damaged or cannot be read", ". Fetch it again"):
-            self._opened = parquet.ParquetFile(file)
+            self._opened = _open_parquet(file)
             columns = self._opened.schema_arrow.names
-            self._image = next((name for name in _IMAGES if name in columns), None)
-            label = next((name for name in _CLASSES if name in columns), None)
+            self._image, label = _columns(self._opened)
             if self._image is None or label is None:
                 raise UsageError(f"{file}: its columns are {first_few(columns, 12)}; call those of images image, label")
             self.unread = [name for name in columns if name not in (self._image, label)]

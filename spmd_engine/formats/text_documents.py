@@ -1,69 +1,86 @@
-"""Documents of text in files and in lines of JSON, read by spans of bytes, so that ranks share the work."""
+"""Documents of text in files: whole texts, rows of JSON, tables; by spans of bytes, so that ranks share the work.
+
+The ending of a name, in any case, says what a file's rows are: an object a line, an array of objects, lines of a table.
+A file with another ending is one document. ``.gz`` and ``.zst`` may follow any ending. Text is UTF-8, or UTF-16 with a
+byte order mark; lines end at ``\\n`` only.
+"""
 
 from __future__ import annotations
 
+import codecs
+import csv
+import gzip
+import io
 import json
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import parse_json, reading
+from spmd_engine.foreign import MOST_BYTES, bounded, parse_json, reading, reason
+
+logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 20  #: bytes of a large file to read at once
-LINES = ".jsonl"  #: files with one document per line, a JSON object; any other file is one document
-
-_UNPACK, _CONVERT = "unpack it first", "convert it to text first"
-_IMAGES = "models of images learn from these (--model convnet)"
-#: By the first bytes of files that are no text: their format, and what the user can do.
-_SIGNATURES = {
-    b"PK\3\4": ("a zip archive, as .npz and .docx files are", f"{_UNPACK}; of arrays of images, {_IMAGES}"),
-    b"PK\5\6": ("an empty zip archive", "name a file of text"),
-    b"\x1f\x8b": ("compressed by gzip", _UNPACK),
-    b"BZh91AY&SY": ("compressed by bzip2", _UNPACK),
-    b"\xfd7zXZ\0": ("compressed by xz", _UNPACK),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", _UNPACK),
-    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
-    b"\x89PNG\r\n": ("a PNG image", _IMAGES),
-    b"\xff\xd8\xff": ("a JPEG image", _IMAGES),
-    b"GIF8": ("a GIF image", _IMAGES),
-    b"\x93NUMPY": ("a NumPy array", f"of images, {_IMAGES}"),
-    b"%PDF-": ("a PDF document", _CONVERT),
-    b"PAR1": ("a Parquet table", _CONVERT),
-    b"\x89HDF": ("an HDF5 file", _CONVERT),
-    b"SQLite format 3\0": ("an SQLite database", _CONVERT),
-    b"GGUF": ("a GGUF file, of a model", "name a file of text"),
-    b"\x7fELF": ("a program", "name a file of text"),
-    b"\xff\xfe": ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
-    b"\xfe\xff": ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
-}
-_SAMPLE = 1 << 12  #: bytes that are checked at the beginning, the middle and the end of a file
-_MOST_ODD = 0.3  #: largest fraction of bytes that are no UTF-8: a tenth in Western Latin-1 text, half in packed data
-_CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b"})
+_SAMPLE = 1 << 12  #: bytes at the beginning of a file that show what it is
 
 Message = Mapping[str, Any]
+Rows = Iterator[tuple[str, Any]]  #: where a row is, as errors name it, and its content
+Columns = Mapping[str, str]  #: the names of columns or keys, by what they hold: {"text": "article"}
+
+EMPTY, NO_ANSWER = "empty", "without an answer"  #: why a row is left out
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A document: a text, a prompt with its completion, or a conversation."""
 
     text: str = ""
     prompt: str | None = None  #: precedes the text; its tokens are no targets
     messages: Sequence[Message] | None = None  #: a conversation, instead of text and prompt
-    file: str | None = None  #: the name of a large file, instead of a text
+    tools: Sequence[Any] | None = None  #: what the assistant of the conversation may call
+    is_instruction: bool = False  #: whether prompt and text are messages of a user and of an assistant
+    file: str | None = None  #: the name of a large or compressed file, instead of a text
+    source: str = ""  #: the file that it is in
+    where: str = ""  #: its place, as errors name it
+    left_out: str = ""  #: why there is nothing to learn from it
+    notice: str = ""  #: what else of the row is not read
 
     def chunks(self) -> Iterator[bytes]:
-        """The text in parts, as UTF-8."""
+        """The text in parts, as UTF-8. Raises UsageError for a file that is no text."""
         if self.file is None:
             yield self.text.encode(errors="surrogateescape")
             return
+        decoder = codecs.getincrementaldecoder("utf-8")()
         with _opened(self.file) as file:
             while chunk := file.read(CHUNK):
+                decoder.decode(chunk)  # only checked
                 yield chunk
+            decoder.decode(b"", final=True)
+
+    def content(self) -> str:
+        """The whole text."""
+        return b"".join(self.chunks()).decode(errors="surrogateescape")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether all of it is learnt."""
+        return self.prompt is None and self.messages is None
+
+    @property
+    def kind(self) -> str:
+        """What it is, in a word."""
+        return "text" if self.is_text else "instruction" if self.messages is None else "conversation"
+
+    @property
+    def conversation(self) -> Sequence[Message] | None:
+        """The messages, also of an instruction."""
+        if self.messages is not None or not self.is_instruction:
+            return self.messages
+        return [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.text}]
 
 
 def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
@@ -83,101 +100,572 @@ def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def count_documents(files: Sequence[tuple[str, int]], begin: int, end: int) -> int:
-    """The number of documents that ``documents`` yields for these arguments; parses no lines."""
-    return sum(1 if content is None else bool(content.strip()) for _, _, content in _pieces(files, begin, end))
+    """The number of documents that ``documents`` yields for these arguments; parses no lines that it can skip."""
+    return sum(1 for rows in _pieces(files, begin, end, None, parse=False) for _ in rows)
 
 
-def documents(files: Sequence[tuple[str, int]], begin: int, end: int, large: int) -> Iterator[Document]:
+def documents(
+    files: Sequence[tuple[str, int]], begin: int, end: int, large: int, columns: Columns | None = None
+) -> Iterator[Document]:
     """The documents whose first byte is in ``begin`` to ``end`` - 1 of the concatenation of all files.
 
-    Consecutive spans yield each document once. A file of more than ``large`` bytes is returned by name. Raises
-    UsageError, naming the file and the byte, for a line that is no document, and for a file that is no text.
+    Consecutive spans yield each document once; of a file that has to be read from its beginning, all belong to its
+    first byte. A file of more than ``large`` bytes is returned by name. Raises UsageError, naming the file and the row,
+    for a row that is no document, and for a file that is no text.
     """
-    for name, at, line in _pieces(files, begin, end):
-        if line is None:
-            yield _whole_file(name, large)
-        elif line.strip():
-            yield _document(line, f"{name}, at byte {at}")
+    for rows in _pieces(files, begin, end, columns):
+        for name, where, content in rows:
+            if content is None:
+                yield _whole_file(name, large)
+            else:
+                yield document_of(content, where, columns, name)
 
 
-def _pieces(files: Sequence[tuple[str, int]], begin: int, end: int) -> Iterator[tuple[str, int, bytes | None]]:
-    """File name, first byte and content of each line in the span; a file that is one document has no content."""
+def prompts_in(path: str) -> list[Document]:
+    """The prompts of a file: one a line of text, or one a row, a text or a conversation without an answer.
+
+    Raises UsageError for a row without a prompt, and for a file that is no text or too large.
+    """
+    found, size = [], 0
+    rows = rows_of(path)
+    with _opened(path) as file:
+        if rows is None:
+            rows = ((f"{path}, line {n}", line) for n, (_, line) in enumerate(_lines(file, path), 1))
+            rows = ((where, line.decode().rstrip("\r\n")) for where, line in rows)
+        else:
+            rows = rows(file, path, None)
+        for where, content in rows:
+            document = Document(content, where=where) if isinstance(content, str) else _prompt(content, where)
+            if document.text or document.messages:
+                found.append(document)
+            size += len(document.text)
+            if size > MOST_BYTES:
+                raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+    return found
+
+
+# --- Files
+
+
+def format_name(name: str) -> str:
+    """The ending that says what a file's rows are, in small letters: ``.jsonl``; ``text`` for one document."""
+    return next((ending for ending in _endings(name) if ending in _ROWS), "text")
+
+
+def rows_of(name: str) -> Callable[[BinaryIO, str, Columns | None], Rows] | None:
+    """What reads the rows of a file with this name; None: the file is one document."""
+    return _ROWS.get(format_name(name))
+
+
+def _endings(name: str) -> list[str]:
+    """The endings that count: the last one, and the one before it of a compressed file."""
+    path = Path(name.lower())
+    return [path.suffix, Path(path.stem).suffix] if path.suffix in _UNPACK else [path.suffix]
+
+
+def _pieces(
+    files: Sequence[tuple[str, int]], begin: int, end: int, columns: Columns | None, *, parse: bool = True
+) -> Iterator[Iterator[tuple[str, str, Any]]]:
+    """For each file in the span, its rows there: name, place and content. A file that is one document has no content,
+    nor have, unless ``parse``, the rows that need no parsing."""
     before = 0
     for name, size in files:
-        if name.endswith(LINES) and before < end and begin < before + size:
-            with _opened(name) as file:
-                if begin > before:  # a line that begins before this span belongs to the one before
-                    file.seek(begin - before - 1)
-                    file.readline()
-                at = file.tell()
-                while at < end - before and (line := file.readline()):
-                    yield name, at, line
-                    at += len(line)
-        elif not name.endswith(LINES) and begin <= before < end and size:
-            yield name, 0, None
+        rows, first, last = rows_of(name), begin - before, end - before
         before += size
+        if rows is None:
+            if first <= 0 < last and size:
+                yield iter([(name, name, None)])
+        elif rows is _json_lines and _is_plain(name):  # a line that begins before this span belongs to the one before
+            if last > 0 and first < size:
+                yield _rows_in(name, rows, columns, (first, last), parse)
+        elif first <= 0 < last and size:
+            yield _rows_in(name, rows, columns, None, parse)
 
 
-def check_text(file: BinaryIO, name: str) -> None:
-    """Raise UsageError, naming the file, if samples of it are no text; otherwise rewind it."""
-    size = file.seek(0, os.SEEK_END)
-    samples = []
-    for place in dict.fromkeys((0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE))):
-        file.seek(place)
-        samples.append(file.read(_SAMPLE))
-    file.seek(0)
-    for signature, (kind, remedy) in _SIGNATURES.items():
-        if samples[0].startswith(signature):
-            raise UsageError(f"{name} is no text: it is {kind}; {remedy}")
-    for sample in samples:
-        if _odd_bytes(sample) > _MOST_ODD * len(sample):
-            raise UsageError(
-                f"{name} is no text: much of it is no UTF-8. Convert it (iconv -f ENCODING -t UTF-8), or leave it out"
-            )
+def _rows_in(
+    name: str, rows: Callable, columns: Columns | None, span: tuple[int, int] | None, parse: bool
+) -> Iterator[tuple[str, str, Any]]:
+    with _opened(name) as file:
+        if rows is _json_lines:
+            found = _json_lines(file, name, columns, span or (0, 1 << 62), parse)
+        else:
+            found = rows(file, name, columns)
+        for where, content in found:
+            yield name, where, content
 
 
-def _odd_bytes(sample: bytes) -> int:
-    """The number of bytes that are control characters or no UTF-8."""
-    controls = len(sample) - len(sample.translate(None, _CONTROLS))
-    try:
-        sample.decode()
-        return controls
-    except UnicodeDecodeError:
-        text = sample.decode(errors="surrogateescape")
-        return controls + sum("\udc80" <= character <= "\udcff" for character in text)
-
-
-@contextmanager
-def _opened(name: str) -> Iterator[BinaryIO]:
-    try:
-        with open(name, "rb") as file:
-            yield file
-    except OSError as error:
-        raise UsageError(f"{name} cannot be read: {error}") from error
+def _is_plain(name: str) -> bool:
+    """Whether a file has its bytes as they are read, so that a reader may begin anywhere in it."""
+    if Path(name.lower()).suffix in _UNPACK:
+        return False
+    with reading(f"{name} cannot be read"), open(name, "rb") as file:
+        return file.read(2) not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def _whole_file(name: str, large: int) -> Document:
+    if os.stat(name).st_size > large or Path(name.lower()).suffix in _UNPACK:
+        return Document(file=name, source=name, where=name)
     with _opened(name) as file:
-        check_text(file, name)
-        if os.fstat(file.fileno()).st_size > large:
-            return Document(file=name)
-        return Document(file.read().decode(errors="surrogateescape"))
+        return Document(file.read().decode(), source=name, where=name)
 
 
-def _document(line: bytes, where: str) -> Document:
-    with reading(f"{where}: this line cannot be read as JSON"):
-        content = parse_json(line)
-        if rb"\ud" in line.lower():  # perhaps a lone surrogate, which is no character
-            text = json.dumps(content, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
-            content = parse_json(text.decode("utf-16-le", "replace"))
-    if isinstance(content, Mapping):
-        text, prompt, completion, messages = map(content.get, ("text", "prompt", "completion", "messages"))
-        if isinstance(text, str):
-            return Document(text)
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return Document(completion, prompt)
-        if isinstance(messages, list) and messages and all(isinstance(message, Mapping) for message in messages):
-            return Document(messages=messages)
-    raise UsageError(
-        f'{where}: a document is {{"text": ...}}, {{"prompt": ..., "completion": ...}} or {{"messages": [...]}}'
+@contextmanager
+def _opened(name: str) -> Iterator[Any]:
+    """A file without its compression, a text as UTF-8 without a mark. Raises UsageError for what is no text, and for
+    any error in the block, which decodes it."""
+    path = Path(name)
+    with reading(f"{name} cannot be read"), ExitStack() as stack:
+        file: Any = stack.enter_context(open(path, "rb"))
+        if unpack := _UNPACK.get(path.suffix.lower()):
+            file = stack.enter_context(io.BufferedReader(unpack(file), CHUNK))
+        head = file.peek(_SAMPLE)[:_SAMPLE]
+        if format_name(name) == PARQUET:
+            yield file
+            return
+        mark, encoding = next((each for each in _MARKS.items() if head.startswith(each[0])), (b"", "UTF-8"))
+        if encoding == "UTF-16":
+            file = io.BufferedReader(_Recoded(file), CHUNK)
+            head = file.peek(_SAMPLE)[:_SAMPLE]
+        elif encoding == "UTF-8":
+            file.read(len(mark))
+        else:
+            raise _refused(name, encoding)
+        _check_head(head[len(mark) if encoding == "UTF-8" else 0 :], name)
+        try:
+            yield file
+        except UnicodeDecodeError as error:
+            raise (_no_utf8(name, error) if error.encoding == "utf-8" else error) from None
+
+
+def _gunzip(file: BinaryIO) -> Any:
+    return gzip.GzipFile(fileobj=file)
+
+
+def _unzstd(file: BinaryIO) -> Any:
+    return _pyarrow("a file compressed by zstd").CompressedInputStream(file, "zstd")
+
+
+def _pyarrow(what: str) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise UsageError(f"{what} needs pyarrow: pip install 'spmd_engine[data]'") from None
+    return pyarrow
+
+
+_UNPACK: Mapping[str, Callable[[BinaryIO], Any]] = {".gz": _gunzip, ".zst": _unzstd}
+
+
+class _Recoded(io.RawIOBase):
+    """The bytes of a text in UTF-16 with a mark, as UTF-8."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._decoder, self._rest = file, codecs.getincrementaldecoder("utf-16")(), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            chunk = self._file.read(CHUNK)
+            self._rest = memoryview(self._decoder.decode(chunk, final=not chunk).encode())
+            if not chunk:
+                break
+        part, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+
+# --- What is no text, and other encodings
+
+_UNPACK_IT, _CONVERT = "unpack it first", "convert it to text first"
+_IMAGES = "models of images learn from these (--model convnet)"
+#: By the first bytes of files that are no text: their format, and what the user can do.
+_SIGNATURES = {
+    b"PK\3\4": ("a zip archive, as .npz and .docx files are", f"{_UNPACK_IT}; of arrays of images, {_IMAGES}"),
+    b"PK\5\6": ("an empty zip archive", "name a file of text"),
+    b"\x1f\x8b": ("compressed by gzip", f"{_UNPACK_IT}, or let its name end in .gz"),
+    b"BZh91AY&SY": ("compressed by bzip2", _UNPACK_IT),
+    b"\xfd7zXZ\0": ("compressed by xz", _UNPACK_IT),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", f"{_UNPACK_IT}, or let its name end in .zst"),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK_IT),
+    b"\x89PNG\r\n": ("a PNG image", _IMAGES),
+    b"\xff\xd8\xff": ("a JPEG image", _IMAGES),
+    b"GIF8": ("a GIF image", _IMAGES),
+    b"\x93NUMPY": ("a NumPy array", f"of images, {_IMAGES}"),
+    b"%PDF-": ("a PDF document", _CONVERT),
+    b"PAR1": ("a Parquet table", "let its name end in .parquet"),
+    b"\x89HDF": ("an HDF5 file", _CONVERT),
+    b"SQLite format 3\0": ("an SQLite database", _CONVERT),
+    b"GGUF": ("a GGUF file, of a model", "name a file of text"),
+    b"\x7fELF": ("a program", "name a file of text"),
+}
+#: Marks at the beginning of a text, with its encoding; that of UTF-16 begins that of UTF-32.
+_MARKS = {
+    codecs.BOM_UTF8: "UTF-8",
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+_MOST_ODD = 0.3  #: largest fraction of odd bytes: a tenth of Western Latin-1 is no UTF-8, and half of packed data
+_CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b"})
+#: Characters of texts in the encodings of two bytes: with a wrong order of the bytes, half of a text is others.
+_USUAL = re.compile(
+    r"[\t\n\r -~\u00a0-\u024f\u0370-\u052f\u2010-\u2026\u3000-\u30ff\u4e00-\u9fff\uac00-\ud7a3\uff00-\uffef]"
+)
+_COMMON = re.compile(r"[\t\n\r -~\u3000-\u30ff\uff00-\uff65]")  #: those that every text has some of
+
+
+def _check_head(head: bytes, name: str) -> None:
+    """Raise UsageError if the beginning of a file shows that it is no text; log what its name does not say."""
+    for signature, (kind, remedy) in _SIGNATURES.items():
+        if head.startswith(signature):
+            raise UsageError(f"{name} is no text: it is {kind}; {remedy}")
+    if len(head) - len(head.translate(None, _CONTROLS)) > _MOST_ODD * len(head):
+        raise _refused(name, _encoding_of(head))
+    if rows_of(name) is None and head.lstrip()[:1] == b"{":
+        first, _, rest = head.partition(b"\n")
+        try:
+            if isinstance(json.loads(first), dict) and (not rest.strip() or rest.lstrip()[:1] == b"{"):
+                logger.warning("%s has JSON in its lines, and is read as plain text: .jsonl files are documents", name)
+        except (ValueError, RecursionError):
+            pass
+
+
+def _encoding_of(sample: bytes) -> str | None:
+    """The encoding of a text that is no UTF-8, if its bytes show it."""
+    for encoding in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
+        whole = sample[: len(sample) - len(sample) % 4]
+        text = whole.decode(encoding, "replace")
+        if len(_USUAL.findall(text)) > 0.95 * len(text) and len(_COMMON.findall(text)) > 0.02 * len(text):
+            return encoding
+    return None
+
+
+def _refused(name: str, encoding: str | None) -> UsageError:
+    if encoding:
+        return UsageError(f"{name} is no text in UTF-8: it is in {encoding}; convert it: iconv -f {encoding} -t UTF-8")
+    return UsageError(
+        f"{name} is no text: much of it is no UTF-8. Convert it (iconv -f ENCODING -t UTF-8), or leave it out"
+    )
+
+
+def _no_utf8(name: str, error: UnicodeDecodeError) -> UsageError:
+    """The error for a file with a byte that is no UTF-8, by the bytes around it."""
+    content, at = error.object, error.start
+    sample = content[at & ~3 : (at & ~3) + _SAMPLE]
+    text = sample.decode(errors="surrogateescape")
+    odd = sum("\udc80" <= character <= "\udcff" for character in text)
+    if odd + sum(map(sample.count, _CONTROLS)) > _MOST_ODD * len(sample) or _encoding_of(sample):
+        return _refused(name, _encoding_of(sample))
+    good = sum(character > "\x7f" for character in text) - odd
+    likely = "Latin-1, Windows-1252, or another encoding of one byte a character"
+    remedy = f"; it seems to be {likely}: iconv -f WINDOWS-1252 -t UTF-8" if good < odd else "; it is damaged there"
+    return UsageError(
+        f"{name} is no text in UTF-8: byte 0x{content[at]:02x} after {content[max(0, at - 20) : at]!r}{remedy}"
+    )
+
+
+# --- Rows
+
+
+def _lines(file: BinaryIO, name: str, end: int = 1 << 62, at: int = 0) -> Iterator[tuple[int, bytes]]:
+    """The first byte and the content of each line that is not blank and begins before ``end``."""
+    while at < end and (line := file.readline(MOST_BYTES + 1)):
+        if len(line) > MOST_BYTES:
+            raise UsageError(f"{name}, at byte {at}: a line of more than {MOST_BYTES:,} bytes")
+        if not line.isspace():
+            yield at, line
+        at += len(line)
+
+
+def _json_lines(
+    file: Any, name: str, columns: Columns | None, span: tuple[int, int] = (0, 1 << 62), parse: bool = True
+) -> Rows:
+    """An object a line, of the lines that begin in the span."""
+    at = 0
+    if span[0] > 0:
+        at = file.seek(span[0] - 1)
+        at += len(file.readline())
+    for place, line in _lines(file, name, span[1], at):
+        where = f"{name}, at byte {place}"
+        yield where, _parsed(line, where) if parse else None
+
+
+def _parsed(line: bytes, where: str) -> Any:
+    text = line.decode()
+    try:
+        content = _bounded(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: this line cannot be read as JSON: {reason(error)}") from error
+    if "\\u" in text and _SURROGATE.search(text):  # perhaps a lone surrogate, which is no character
+        pairs = json.dumps(content, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+        content = json.loads(pairs.decode("utf-16-le", "replace"))
+    return content
+
+
+def _bounded(content: Any) -> Any:
+    """``bounded``; most rows have only texts and numbers."""
+    is_flat = type(content) is dict and not any(type(value) in (dict, list) for value in content.values())
+    return content if is_flat else bounded(content)
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SPACES = re.compile(r"[ \t\r\n]*")
+_scan = json.JSONDecoder().raw_decode
+
+
+def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
+    """The elements of an array, or objects one after the other. A single object without any of the usual keys, as a
+    program's settings are, is a text."""
+    decoder, held, at, ended, in_array, number = codecs.getincrementaldecoder("utf-8")(), "", 0, False, False, 0
+    began = closed = False
+    while True:
+        at = _SPACES.match(held, at).end()  # type: ignore[union-attr]
+        if not began and held[at:]:
+            began, in_array = True, held[at] == "["
+            at += in_array
+            continue
+        if in_array and not number and held[at : at + 1] == "]":
+            closed, at = True, at + 1
+            continue
+        where = f"{name}, item {number + 1}"
+        try:
+            if closed and held[at:]:
+                raise UsageError(f"{name}: text after the end of its array")
+            value, end = _scan(held, at)
+            end = _SPACES.match(held, end).end()  # type: ignore[union-attr]
+            if in_array and held[end : end + 1] not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' delimiter", held, end)
+        except json.JSONDecodeError as error:
+            incomplete = error.pos > len(held) - 64 or error.msg.startswith("Unterminated string")
+            if ended and not held[at:] and (closed or not in_array):
+                return
+            if ended or not incomplete:
+                raise UsageError(f"{where}: it cannot be read as JSON: {error.msg}") from None
+            chunk = file.read(max(CHUNK, len(held) - at))
+            held, at, ended = held[at:] + decoder.decode(chunk, final=not chunk), 0, not chunk
+            if len(held) > MOST_BYTES:
+                raise UsageError(f"{where}: it has more than {MOST_BYTES:,} bytes") from None
+            continue
+        value = _bounded(value)
+        if not in_array and not number and not columns and not _kind(value) and not file.peek(1) and not held[end:]:
+            value = _as_text(value, held, name)
+        number += 1
+        closed = in_array and held[end] == "]"
+        at = end + in_array
+        yield where, value
+
+
+def _as_text(value: Any, text: str, name: str) -> Any:
+    """The text of a JSON file without documents; raises UsageError if they are in a list in it."""
+    if isinstance(value, Mapping):
+        for key, rows in value.items():
+            if isinstance(rows, list) and rows and _kind(rows[0]):
+                raise UsageError(f"{name}: its documents are the list {key!r}; write that list alone to a file")
+    logger.warning("%s has no documents, and is read as plain text", name)
+    return {"text": text}
+
+
+def _table(file: Any, name: str, columns: Columns | None) -> Rows:
+    """The lines of a table, whose first line names the columns. Commas, semicolons or tabs separate them."""
+    head = file.peek(_SAMPLE)[:_SAMPLE].partition(b"\n")[0]
+    separator = "\t" if ".tsv" in _endings(name) else max(",;\t|", key=lambda each: head.count(each.encode()))
+    csv.field_size_limit(MOST_BYTES)
+    lines = csv.reader(io.TextIOWrapper(file, "utf-8", newline="\n"), delimiter=separator, strict=True)
+    names: list[str] = []
+    try:
+        for row in lines:
+            where = f"{name}, line {lines.line_num}"
+            if not row:
+                continue
+            if not names:
+                names = [each.strip() for each in row]
+                continue
+            if len(row) != len(names):
+                raise UsageError(f"{where}: {len(row)} columns, but the first line names {len(names)}")
+            yield where, dict(zip(names, row, strict=True))
+    except csv.Error as error:
+        raise UsageError(f"{name}, line {lines.line_num}: {error}") from None
+
+
+def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
+    """The rows of a Parquet table; reads only the columns that may be needed."""
+    _pyarrow(f"{name}: a Parquet table")
+    from pyarrow import parquet
+
+    table = parquet.ParquetFile(file)
+    there = table.schema_arrow.names
+    wanted = [each for each in there if each in (set(columns.values()) if columns else _KNOWN)]
+    if not wanted and table.metadata.num_rows:
+        raise _no_document(name, there)
+    number = 0
+    for batch in table.iter_batches(1024, columns=wanted):
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{name}, row {number}", row
+
+
+PARQUET = ".parquet"
+_ROWS: Mapping[str, Callable[..., Rows]] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), _json_lines),
+    ".json": _json_values,
+    **dict.fromkeys((".csv", ".tsv"), _table),
+    PARQUET: _parquet,
+}
+
+
+# --- The document in a row
+
+#: The usual names of columns and keys, by what they hold; the first that is there counts.
+USUAL = {
+    "messages": ("messages", "conversations", "conversation"),
+    "prompt": ("prompt", "question"),
+    "completion": ("completion", "response", "answer"),
+    "instruction": ("instruction",),
+    "input": ("input",),
+    "output": ("output", "response"),
+    "text": ("text", "content"),
+    "tools": ("tools",),
+}
+_KNOWN = {name for names in USUAL.values() for name in names}
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+
+
+def parse_columns(text: str | None) -> dict[str, str] | None:
+    """``text=article`` or ``prompt=question,completion=answer``, by what the columns hold. Raises UsageError."""
+    if text is None:
+        return None
+    pairs = [each.partition("=") for each in text.split(",")]
+    if any(role not in USUAL or not name for role, _, name in pairs):
+        raise UsageError(f"--columns {text}: give WHAT=NAME, and commas between; WHAT is one of {', '.join(USUAL)}")
+    return {role: name for role, _, name in pairs}
+
+
+def document_of(content: Any, where: str, columns: Columns | None = None, source: str = "") -> Document:
+    """The document in a row of ``source``. Raises UsageError, naming ``where``, for a row that is none."""
+    if not columns and isinstance(content, dict) and content.keys() & _KNOWN == {"text"}:  # most rows
+        text = content["text"]
+        if text and isinstance(text, str):
+            return Document(text, source=source, where=where)
+    place = {"source": source, "where": where}
+    found = _fields(content, where, columns)
+    kinds = _kinds(found)
+    if not kinds:
+        if not any(name in found for name in ("text", "messages", "completion", "output")):
+            raise _no_document(where, content)
+        return Document(left_out=EMPTY, **place)
+    kind = kinds[0]
+    notice = f"{kinds[1]} beside {kind}, not read" if len(kinds) > 1 else ""
+    if kind == "text":
+        return Document(found["text"], **place)
+    if kind == "messages" or isinstance(found.get("prompt"), list):
+        listed = found["messages"] if kind == "messages" else [*found["prompt"], *found["completion"]]
+        messages = [_message(each, where) for each in listed]
+        left_out = "" if any(each["role"] == "assistant" for each in messages) else NO_ANSWER
+        tools = _listed(found.get("tools"), where) or None
+        return Document(messages=messages, tools=tools, left_out=left_out, notice=notice, **place)
+    request, answer = (
+        (found["prompt"], found["completion"]) if kind == "prompt" else (_instruction(found), found["output"])
+    )
+    left_out = "" if answer else NO_ANSWER
+    return Document(answer, request, is_instruction=kind == "instruction", left_out=left_out, notice=notice, **place)
+
+
+def _prompt(content: Any, where: str) -> Document:
+    """What precedes an answer in a row."""
+    found = _fields(content, where, None)
+    messages = found.get("messages") or found.get("prompt")
+    if isinstance(messages, list) and messages and all(isinstance(each, Mapping) for each in messages):
+        tools = _listed(found.get("tools"), where) or None
+        return Document(messages=[_message(each, where) for each in messages], tools=tools, where=where)
+    text = next((found[name] for name in ("prompt", "instruction", "text") if isinstance(found.get(name), str)), None)
+    if text is None:
+        keys = f"; it has {', '.join(map(str, content))}" if isinstance(content, Mapping) else ""
+        raise UsageError(f'{where}: it must be {{"prompt": TEXT}} or {{"messages": [{{"role": ...}}]}}{keys:.200}')
+    return Document(_instruction(found) if text == found.get("instruction") else text, where=where)
+
+
+def _fields(content: Any, where: str, columns: Columns | None) -> dict[str, Any]:
+    """The values of a row, by what they hold."""
+    if not isinstance(content, Mapping):
+        return {}
+    if columns:
+        if missing := [name for name in columns.values() if name not in content]:
+            raise UsageError(f"{where}: no {missing[0]!r} there; it has {', '.join(map(str, content)):.200}")
+        names: Mapping[str, Sequence[str]] = {role: (name,) for role, name in columns.items()}
+    else:
+        names = USUAL
+    found: dict[str, Any] = {}
+    for role, usual in names.items():
+        for name in usual:
+            if content.get(name) is not None or (name in content and role not in found):
+                found[role] = content[name]
+                break
+    if isinstance(found.get("messages"), str):
+        found["messages"] = _listed(found["messages"], where)
+    return found
+
+
+def _kinds(found: Mapping[str, Any]) -> list[str]:
+    """What a row is, first what is taken; nothing if it has no content."""
+    messages, prompt, completion = (found.get(name) for name in ("messages", "prompt", "completion"))
+    kinds = []
+    if isinstance(messages, list) and messages and all(isinstance(each, Mapping) for each in messages):
+        kinds.append("messages")
+    both = isinstance(prompt, str) and isinstance(completion, str)
+    if (both and (prompt or completion)) or (isinstance(prompt, list) and isinstance(completion, list) and completion):
+        kinds.append("prompt")
+    elif isinstance(found.get("instruction"), str) and isinstance(found.get("output"), str):
+        kinds.append("instruction")
+    if isinstance(found.get("text"), str) and found["text"]:
+        kinds.append("text")
+    return kinds
+
+
+def _kind(content: Any) -> bool:
+    """Whether a row has what a document has."""
+    found = _fields(content, "", None)
+    return bool(_kinds(found)) or "text" in found
+
+
+def _instruction(found: Mapping[str, Any]) -> str:
+    """An instruction, and what it is about."""
+    about = found.get("input")
+    return f"{found['instruction']}\n\n{about}" if isinstance(about, str) and about.strip() else found["instruction"]
+
+
+def _message(message: Message, where: str) -> Message:
+    """A message as templates expect it: with role and content, its parts of text joined, without empty keys."""
+    message = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if "role" not in message and isinstance(message.get("from"), str):
+        role = message.pop("from")
+        message = {"role": _ROLES.get(role, role), "content": message.pop("value", ""), **message}
+    if not isinstance(message.get("role"), str):
+        raise UsageError(f'{where}: a message is {{"role": ..., "content": ...}}; one there has no role')
+    if isinstance(content := message.get("content"), list):
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        for part in parts:
+            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                raise UsageError(f"{where}: a message has a part {kind!r:.60}; models of text read only text")
+        message["content"] = "".join(part["text"] for part in parts)
+    return message
+
+
+def _listed(value: Any, where: str) -> Any:
+    """A list, which tables have as JSON."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    with reading(f"{where}: {value!r:.40} cannot be read as JSON"):
+        return parse_json(value)
+
+
+def _no_document(where: str, content: Any) -> UsageError:
+    names = [str(name) for name in content] if isinstance(content, (Mapping, list)) else []
+    there = f"; it has {', '.join(names):.200}: name what to read by --columns text=NAME" if names else ""
+    return UsageError(
+        f'{where}: a document is {{"text": ...}}, {{"prompt": ..., "completion": ...}}, '
+        f'{{"instruction": ..., "output": ...}} or {{"messages": [...]}}{there}'
     )

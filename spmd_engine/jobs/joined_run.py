@@ -68,9 +68,10 @@ def join(
         mesh.barrier()
         if mesh.rank == 0:
             entrance.confirm()
-        all_ranks = opened.enter_context(Mesh(merged(mesh.comm, entrance.port, joins=True)))
         job = TrainConfig.from_json(order["config"], str(folder))
         job = job.changed(model=job.model.permitted_by(workload.job.model))
+        all_ranks = Mesh(merged(mesh.comm, entrance.port, joins=True), **job.mesh_options)
+        opened.enter_context(all_ranks)
         engine: Any = workload.engine
         engine.mesh, engine.model = all_ranks, job.model.build(job.composition)  # perhaps other layers by now
         workload = replace(workload, job=job)

@@ -199,8 +199,7 @@ class ResolvedJob:
     def open_mesh(self) -> Mesh:
         """Open the mesh, beside the helper ranks. Collective over the world; raises UsageError if the world has another
         number of ranks."""
-        options = {"timeout": self.job.timeout, "deterministic": self.job.deterministic}
-        return mesh_of(self.job, self.axes, self.others, **options)
+        return mesh_beside(self.others, self.axes, order=self.job.composition.order, **self.job.mesh_options)
 
 
 def mesh_of(job: TrainConfig, axes: Mapping[str, Any], others: Sequence[int], **options: Any) -> Mesh:

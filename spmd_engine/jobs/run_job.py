@@ -216,12 +216,13 @@ def make_run(
         if tokenizer is None or tokenizer.vocabulary > engine.model.vocabulary:  # or tokens without texts
             return ""
         from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
+        from spmd_engine.tokens.encoding import encode_prompt
 
         sampling = SamplingOptions(sample=True, temperature=TEMPERATURE, seed=job.model.seed)
         ends = () if tokenizer.end is None else (tokenizer.end,)
         stopping = StoppingCriteria(job.sample, ends, slide=True)
         (completion,) = generate(
-            engine, [tokenizer.encode(PROMPT)], sampling=sampling, stopping=stopping, tokenizer=tokenizer
+            engine, [encode_prompt(tokenizer, PROMPT)], sampling=sampling, stopping=stopping, tokenizer=tokenizer
         )
         return PROMPT + (completion.text or "")
 

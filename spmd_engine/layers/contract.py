@@ -83,21 +83,20 @@ def name_of_call(owner: Any, method: str, *args: Any) -> str:
 
 
 def check_declarations(layer: Layer) -> None:
-    """Raise UsageError if a user's layer, or one inside of a layer, has invalid declarations."""
+    """Raise UsageError if a layer, or one inside of it, has invalid sizes, or a user's other invalid declarations."""
     for value in vars(layer).values():
         for part in value if isinstance(value, (list, tuple)) else (value,):
             inner: Any = part[1] if isinstance(part, tuple) and len(part) == 2 else part
             if hasattr(inner, "backward_input"):
                 check_declarations(inner)
     kind = type(layer)
+    known = getattr(layer, "sizes", {})  # parts of the package's layers have none
+    if not isinstance(known, Mapping) or not all(_is_size(size) for size in known.values()):
+        raise UsageError(f"{kind.__name__}.sizes is {known!r}: give each letter a whole number, as in {{'d': 24}}")
     if not is_checked(kind):
         return
     for field in ("inputs", "outputs"):
         _check_type(layer, field, getattr(layer, field), Activation, 'Activation("b s d")')
-    if not isinstance(layer.sizes, Mapping) or not all(_is_size(size) for size in layer.sizes.values()):
-        raise UsageError(
-            f"{kind.__name__}.sizes is {layer.sizes!r}: give each letter a whole number, as in {{'d': 24}}"
-        )
     for field, entry_type in DECLARED.items():
         declared = getattr(layer, field)
         if not isinstance(declared, Mapping):
@@ -111,6 +110,13 @@ def check_declarations(layer: Layer) -> None:
                     f'{kind.__name__}.{field}[{name!r}] has dims "{entry.dims}", but sizes has no '
                     f"{', '.join(missing)}: add it (sizes has: {sizes})"
                 )
+
+
+def check_letters(name: str, *pairs: Any) -> None:
+    """Raise UsageError unless each of the ``pairs`` is a letter and its size."""
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and _is_size(pair[1])):
+            raise UsageError(f'{name}: {pair!r} is no letter with its size; write both, as in ("d", 64)')
 
 
 def check_sizes(layers: Iterable[tuple[str, Layer]], of: str = "") -> None:
@@ -130,7 +136,7 @@ def _check_type(layer: Layer, field: str, value: Any, kind: type, example: str) 
 
 
 def _is_size(size: Any) -> bool:
-    return hasattr(size, "__index__") and size >= 0
+    return hasattr(size, "__index__") and size >= 0  # a text has none
 
 
 def check_forward(layer: Layer, returned: Any, sh: Shards, p: Any, x: Any, ctx: ForwardContext) -> None:

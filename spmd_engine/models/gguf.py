@@ -133,7 +133,7 @@ def _common_value(facts: Config, name: str, default: int | None = None) -> int:
 def _mixture(family: Family, facts: Config) -> Mixture | None:
     if family.experts is None or not facts.get("expert_count"):
         return None
-    hidden = facts.get("expert_feed_forward_length") or facts["feed_forward_length"]
+    hidden = _common_value(facts, "expert_feed_forward_length", 0) or _common_value(facts, "feed_forward_length")
     normalised = family.experts.gguf_normalised
     check_required("expert_weights_norm", bool(facts.get("expert_weights_norm", normalised)), normalised)
     shared, rest = divmod(facts.get("expert_shared_feed_forward_length") or 0, hidden)

@@ -12,7 +12,7 @@ from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.contract import check_declarations, check_sizes
+from spmd_engine.layers.contract import check_declarations, check_sizes, described
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.losses import check_classes, cross_entropy, mean_squared_error, right_classes
@@ -50,6 +50,12 @@ class Model:
             ):
                 raise UsageError(f"{self.name}: layers are pairs, of a name and a Layer; one is {item!r}")
             check_declarations(item[1])
+        for name in ("inputs", "outputs", "targets"):
+            text = getattr(self, name)
+            if not isinstance(text, str) or any(len(letter) != 1 for letter in text.split()):
+                raise UsageError(f'{self.name}: {name} is {text!r}; write letters with blanks between, as in "b s d"')
+        if not callable(self.loss):
+            raise UsageError(f"{self.name}: loss is {self.loss!r}; give a function, as mean_squared_error")
         if duplicates := [name for name, count in Counter(name for name, _ in self.layers).items() if count > 1]:
             raise UsageError(f"{self.name}: two layers are called {duplicates[0]!r}; give each a name of its own")
         names = {f"{name}/{parameter}" for name, layer in self.layers for parameter in layer.parameters}
@@ -86,8 +92,8 @@ class Model:
 
     def check_inputs(self, x: Array) -> None:
         """Raise UsageError for invalid tokens or too long sequences. Values of device arrays are not checked."""
-        if len(self.inputs.split()) != x.ndim:
-            raise UsageError(f"{self.name}: inputs [{self.inputs}] have shape {x.shape}")
+        if len(self.inputs.split()) != getattr(x, "ndim", None):
+            raise UsageError(f"{self.name}: inputs [{self.inputs}] must be an array of these dims, not {described(x)}")
         if "s" in self.inputs and 0 < self.context < x.shape[1]:
             raise UsageError(f"{self.name}: a sequence of {x.shape[1]}, but the context is {self.context}")
         self._check_tokens("inputs", x)

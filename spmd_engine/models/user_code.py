@@ -212,6 +212,8 @@ def call(make: Callable[..., Any], what: str, **offered: Any) -> Any:
 
     Raises UsageError if it needs other arguments; ``what`` is what it should make.
     """
+    if lacks := getattr(getattr(make, "func", make), "__abstractmethods__", ()):
+        raise UsageError(f"{name_of(make)} lacks {', '.join(sorted(lacks))}: define these methods")
     wanted = signature(make).parameters
     required = {
         name for name, p in wanted.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)

@@ -73,10 +73,15 @@ def weight_map(shape: DecoderConfig) -> WeightMap:
     )
 
 
-def gguf_weight_map(shape: DecoderConfig) -> WeightMap:
-    """Yield all parameters of a decoder, in its order, with their places in a GGUF file."""
+def gguf_weight_map(shape: DecoderConfig, *, written: bool = False) -> WeightMap:
+    """Yield all parameters of a decoder, in its order, with their places in a GGUF file.
+
+    A file that is ``written`` has queries, keys and values in one tensor where llama.cpp looks for it.
+    """
     family = FAMILIES[shape.family]
     modules = _GGUF | family.gguf.modules | ({"gate_up": "ffn_up"} if "gate_up" in family.modules else {})
+    if written and family.gguf.joins_rows:
+        modules = {name: module for name, module in modules.items() if name not in _QKV}
     return _tensors(shape.changed(**family.implied), modules, "neighbours" if family.gguf.reordered else "", "")
 
 

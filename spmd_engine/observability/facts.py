@@ -32,7 +32,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.comm.shared_memory.cores import quota_here
 from spmd_engine.foreign import reason
-from spmd_engine.planning.machine.measure import LARGE, REPEATS, measure_pair
+from spmd_engine.planning.machine.measure import LARGE, measure_pair, turns_of
 from spmd_engine.runtime.environment import environment
 from spmd_engine.runtime.launchers import (
     THREAD_VARIABLES,
@@ -50,6 +50,7 @@ EXTRAS = {
     "scipy": ("planning", "the exact search of 'plan'"),
     "tokenizers": ("hf", "tokenizers of published models"),
     "jinja2": ("hf", "chat templates"),
+    "pyarrow": ("data", "Parquet tables, and files compressed by zstd"),
     "PIL": ("images", "folders of images, and pictures as PNG"),
 }
 SHARED_MEMORY = Path("/dev/shm")
@@ -203,7 +204,7 @@ def facts_of_ranks(mesh: Mesh, folder: Path, gpus: bool) -> dict[str, Any]:
                 right[f"{operation} {dtype} {size}"] = np.array_equal(np.asarray(call()), expected)
         for size in TIMED:
             call, _ = _collective(mesh, operation, "float32", max(1, size // 4 // mesh.size))
-            seconds[f"{operation} {size}"] = _seconds(group.barrier, call)
+            seconds[f"{operation} {size}"] = min(turns_of(call, group.barrier))
     group.barrier()
     clock = datetime.now(UTC).timestamp()
     facts = {
@@ -236,7 +237,7 @@ def _gpu_sum(mesh: Mesh, backend: Backend) -> dict[str, Any]:
         return total
 
     right = bool((backend.to_host(call()) == mesh.size).all())
-    return {"right": right, "seconds": _seconds(group.barrier, call), "path": "; ".join(notices)}
+    return {"right": right, "seconds": min(turns_of(call, group.barrier)), "path": "; ".join(notices)}
 
 
 def _sees(mesh: Mesh, folder: Path) -> bool:
@@ -301,14 +302,3 @@ def _collective(mesh: Mesh, operation: str, dtype: str, size: int) -> tuple[Call
     }
     call, expected = calls[operation]
     return call, expected.astype(dtype)
-
-
-def _seconds(barrier: Callable[[], None], call: Callable[[], Any]) -> float:
-    """Seconds of a call on this rank, the quickest of several. Collective."""
-    turns = []
-    for _ in range(REPEATS):
-        barrier()
-        began = perf_counter()
-        call()
-        turns.append(perf_counter() - began)
-    return min(turns)

@@ -225,13 +225,9 @@ class _Share:
 def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: ParallelConfig) -> _Share:
     assignment = composed_assignment(model, place, layout, itemsize, composition)
 
-    def parts_of(groups: Sequence[ParameterGroup]) -> list[_Parts]:
-        over = [group.summed.cut for group in groups]
-        sizes = [place.axis_size(axes) for axes in over]
-        return [
-            (axes, [part.stop - part.start for part in group.intervals(size)])
-            for group, axes, size in zip(groups, over, sizes, strict=True)
-        ]
+    def parts_of(group: ParameterGroup) -> _Parts:
+        over = group.summed.cut
+        return over, [part.stop - part.start for part in group.intervals(place.axis_size(over))]
 
     sharded_names = {name for group in assignment.frozen for name in group.spans}
     unsharded = buffers = 0
@@ -244,7 +240,8 @@ def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, com
             size = prod(layout.spec(buffer.dims).local_shape(buffer.whole(layer.sizes), place))
             unsharded, buffers = unsharded + size * buffer.frozen, buffers + size * (not buffer.frozen)
     parameter_size = sum(group.size for group in assignment.groups)
-    return _Share(parameter_size, parts_of(assignment.groups), parts_of(assignment.frozen), unsharded, buffers)
+    owned, frozen = ([parts_of(group) for group in groups] for groups in (assignment.groups, assignment.frozen))
+    return _Share(parameter_size, owned, frozen, unsharded, buffers)
 
 
 def _peak_unsharded_bytes(

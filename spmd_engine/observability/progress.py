@@ -38,8 +38,7 @@ class Reporter(Observer):
             self.each = "tokens"
         elif not isinstance(workload.corpus, Corpus):
             self.each = "images" if job.model.name in IMAGES else "samples"
-        for notice in notices:
-            self._print(f"spmd_engine: note: {notice}")
+        self._tell(*(f"note: {notice}" for notice in notices))
         self._print(
             f"{job.strategy or job.model.name}: {parameters:,} parameters, {job.model.dtype}, mesh {mesh} "
             f"on {mesh.node_count} node(s); {workload.corpus}"
@@ -61,7 +60,7 @@ class Reporter(Observer):
 
     def stepped(self, report: StepReport) -> None:
         if report.skipped:
-            self._print(f"spmd_engine: step {report.step} updated nothing: {report.skipped}")
+            self._tell(f"step {report.step} updated nothing: {report.skipped}")
         self._note_experts(report)
         metrics = "".join(f"  {name} {100 * value:.1f}%" for name, value in (report.metrics or {}).items())
         text = f"loss {readable_loss(report.loss)}{metrics}  {report.tokens_per_second:,.0f} {self.each}/s"
@@ -71,36 +70,34 @@ class Reporter(Observer):
             self._print(f"step {report.step:>5}  {text}")
 
     def not_saved(self, step: int, why: str) -> None:
-        self._print(f"spmd_engine: {why}; training continues after step {step}")
+        self._tell(f"{why}; training continues after step {step}")
 
     def migrating(self, step: int, plan: Mapping[str, Any]) -> None:
-        self._print(f"spmd_engine: {live_migration_text(step, plan)}")
+        self._tell(live_migration_text(step, plan))
 
     def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
-        for notice in change["notices"]:
-            self._print(f"spmd_engine: note: {notice}")
-        self._print(f"spmd_engine: after step {step} {change['after']} (before: {change['before']})")
+        notices = (f"note: {notice}" for notice in change["notices"])
+        self._tell(*notices, f"after step {step} {change['after']} (before: {change['before']})")
 
     def not_reshaped(self, step: int, change: Mapping[str, Any]) -> None:
-        self._print(f"spmd_engine: after step {step} a change of shape is refused: {change['why']}")
+        self._tell(f"after step {step} a change of shape is refused: {change['why']}")
 
     def joined(self, step: int, change: Mapping[str, Any]) -> None:
-        for notice in change["notices"]:
-            self._print(f"spmd_engine: note: {notice}")
-        self._print(f"spmd_engine: after step {step} ranks {ranges(change['ranks'])} have joined")
+        notices = (f"note: {notice}" for notice in change["notices"])
+        self._tell(*notices, f"after step {step} ranks {ranges(change['ranks'])} have joined")
 
     def _note_experts(self, report: StepReport) -> None:
         self.experts = ExpertLoad.of(report.side_outputs)
         if self.experts and self.experts.drops_most and not self.warned:
             self.warned = True
-            self._print(
-                f"spmd_engine: warning: step {report.step}: {self.experts.dropped:,} of {self.experts.pairs:,} choices "
+            self._tell(
+                f"warning: step {report.step}: {self.experts.dropped:,} of {self.experts.pairs:,} choices "
                 "of experts were dropped, more than half; raise --capacity-factor, or omit it"
             )
 
     def stopped(self, step: int, signal: int) -> None:
-        self._print(
-            f"spmd_engine: {Signals(signal).name}: saved after step {step} in {self.folder}; continue with: "
+        self._tell(
+            f"{Signals(signal).name}: saved after step {step} in {self.folder}; continue with: "
             f"python -m spmd_engine train --resume --run {self.folder}"
         )
 
@@ -124,6 +121,10 @@ class Reporter(Observer):
             f", {name} {100 * value:.1f}% ({round(value * count)} of {round(count)} held out)"
             for name, value in evaluation.metrics.items()
         )
+
+    def _tell(self, *texts: str) -> None:
+        for text in texts:
+            self._print(f"spmd_engine: {text}")
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr)

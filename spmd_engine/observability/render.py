@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
 
 from spmd_engine.errors import UsageError
@@ -53,6 +54,18 @@ def lines(picture: Picture, widest: int = WIDEST) -> Iterator[Text]:
         if part:
             yield Text()
             yield from map(_text_line, text_rows(part))
+
+
+def text_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, *, edge: bool = True
+) -> Table:
+    """A table; numbers stand on the right below heads that begin with ">". ``edge``: with a space before each row."""
+    table = Table(box=None, pad_edge=edge, title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _text_line(row: Row) -> Text:

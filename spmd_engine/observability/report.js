@@ -91,14 +91,19 @@ class Chart {
       element("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }, svg);
       element("text", { x: LEFT - 5, y: y(value) + 4, "text-anchor": "end" }, svg).textContent = words(value);
     }
-    for (const value of ticks(range[0], range[1], 5))
-      element("text", { x: x(value), y: HEIGHT - 6, "text-anchor": "middle" }, svg).textContent = value.toLocaleString("en");
+    for (const value of ticks(range[0], range[1], 5)) {
+      const number = value.toLocaleString("en"), fits = x(value) + 4 * number.length < width;  // half of it to the right
+      element("text", { x: fits ? x(value) : width - 1, y: HEIGHT - 6, "text-anchor": fits ? "middle" : "end" }, svg).textContent = number;
+    }
     const clip = `clip-${charts.indexOf(this.chart)}`, area = element("clipPath", { id: clip }, svg);
     element("rect", { x: LEFT, y: 0, width: width - LEFT - RIGHT, height: HEIGHT }, area);
     for (const curve of this.chart.curves) {
-      const path = curve.x.map((step, i) => (i ? "L" : "M") + x(step).toFixed(1) + " " + y(curve.y[i]).toFixed(1)).join("");
-      element("path", { d: path, fill: "none", stroke: COLOURS[curve.run % COLOURS.length], "stroke-width": 1.5,
+      const line = (of, opacity) => element("path", {
+        d: of.x.map((step, i) => (i ? "L" : "M") + x(step).toFixed(1) + " " + y(of.y[i]).toFixed(1)).join(""),
+        fill: "none", stroke: COLOURS[curve.run % COLOURS.length], "stroke-width": 1.5, "stroke-opacity": opacity,
         "stroke-dasharray": DASHES[Math.floor(curve.run / COLOURS.length) % DASHES.length], "clip-path": `url(#${clip})` }, svg);
+      line(curve, curve.smooth ? 0.35 : 1);
+      if (curve.smooth) line(curve.smooth, 1);
       if (curve.x.length === 1) element("circle", { cx: x(curve.x[0]), cy: y(curve.y[0]), r: 3, fill: COLOURS[curve.run % COLOURS.length] }, svg);
     }
     if (this.chart.curves.length > 1) this.chart.curves.forEach((curve, i) => {

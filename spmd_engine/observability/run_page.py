@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -21,9 +22,11 @@ from spmd_engine.models.user_code import is_code
 from spmd_engine.observability.run_record import WARM_UP, RunRecord
 from spmd_engine.pictures import html_table
 from spmd_engine.training.train_config import TrainConfig
-from spmd_engine.units import readable_bytes
+from spmd_engine.units import clock_time, readable_bytes
 
 POINTS = 2400  #: most points of a curve of a single run; of several runs, each has its part of them
+SMOOTH = 400  #: most points of a smoothed line
+NOISE = 0.02  #: least mean distance of a curve from its smoothed line, of its range, for which the line is drawn
 MOST_RANKS, MOST_ROWS = 16, 200  #: rows of tables of ranks and of parameters
 TITLES = {
     "loss": "Training loss",
@@ -92,6 +95,8 @@ def _time(event: Mapping[str, Any]) -> str:
 def _summary(runs: Sequence[RunRecord]) -> str:
     facts: dict[str, Callable[[RunRecord], Any]] = {
         "state": lambda run: run.state,
+        "began, UTC": lambda run: _time(run.first("started")),
+        "took": lambda run: clock_time(run.seconds) if run.seconds else "-",
         "model": lambda run: run.config.get("strategy") or _at(run.config, "model", "name"),
         "parameters": lambda run: f"{run.last('opened').get('parameters', 0):,}",
         "data": lambda run: run.last("opened").get("data", "-"),
@@ -253,11 +258,34 @@ def _charts(runs: Sequence[RunRecord]) -> Iterator[dict[str, Any]]:
             seen = np.isfinite(y)
             if name in ("seconds", "tokens_per_second") and len(y) > WARM_UP:
                 seen[:WARM_UP] = False
-            if seen.any():
-                x, y = _thinned(run.steps[seen], y[seen], POINTS // len(runs))
-                curves.append({"name": run.name, "run": number, "x": x.tolist(), "y": [float(f"{v:.6g}") for v in y]})
+            x, y = run.steps[seen], y[seen]
+            first = run.last("evaluated").get("validation_loss") if name == "validation_loss" else None
+            if isinstance(first, float) and isfinite(first):  # before the first step, which has no line
+                x, y = np.append(0, x), np.append(first, y)
+            if len(x):
+                smooth = _smoothed(x, y)
+                curve = {"name": run.name, "run": number, **_points(*_thinned(x, y, POINTS // len(runs)))}
+                curves.append(curve | ({"smooth": _points(*smooth)} if smooth else {}))
         if curves:
             yield {"title": TITLES.get(name, name.replace("_", " ").capitalize()), "curves": curves}
+
+
+def _points(x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
+    return {"x": x.tolist(), "y": [float(f"{value:.6g}") for value in y]}
+
+
+def _smoothed(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The means over some neighbours, at most ``SMOOTH`` points; None for a curve that is smooth, or short."""
+    half = len(x) // 50
+    if not half:
+        return None
+    sums = np.cumsum(np.append(0.0, y))
+    first, stop = (np.clip(np.arange(len(x)) + shift, 0, len(x)) for shift in (-half, half + 1))
+    means = (sums[stop] - sums[first]) / (stop - first)
+    if np.sqrt(np.mean((y - means) ** 2)) < NOISE * np.ptp(y):
+        return None
+    places = np.unique(np.linspace(0, len(x) - 1, min(len(x), SMOOTH)).astype(int))
+    return x[places], means[places]
 
 
 def _thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -279,7 +307,16 @@ def _thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.nd
 
 
 def _of_run(run: RunRecord, named: bool) -> str:
-    parts = [_time_of_step(run), _memory(run), _traffic(run), _sharding(run), _events(run), _sample(run), _facts(run)]
+    parts = [
+        _time_of_step(run),
+        _memory(run),
+        _traffic(run),
+        _sharding(run),
+        _events(run),
+        _sample(run),
+        _data(run),
+        _facts(run),
+    ]
     return f"<article>{f'<h2>{escape(run.name)}</h2>' if named else ''}{''.join(parts)}</article>"
 
 
@@ -427,6 +464,16 @@ def _signal(number: Any) -> str:
 def _sample(run: RunRecord) -> str:
     sample = run.last("finished").get("sample")
     return _section("A sample", f"<pre>{escape(str(sample))}</pre>") if sample else ""
+
+
+def _data(run: RunRecord) -> str:
+    if not run.picture:
+        return ""
+    source = f"data:image/png;base64,{b64encode(run.picture).decode()}"
+    text = "The first images of each class, as the model gets them"
+    return _section(
+        "Data", f'<figure class="wide"><img src="{source}" alt="{text}"><figcaption>{text}</figcaption></figure>'
+    )
 
 
 def _facts(run: RunRecord) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import count_ranks
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
@@ -17,7 +16,7 @@ from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.training.run import CONFIG
 from spmd_engine.training.run_folder import run_folder
 from spmd_engine.training.train_config import TrainConfig
-from spmd_engine.training.workload import optimizer_of
+from spmd_engine.training.workload import step_of
 
 #: The labels of communications after the last step of a trace.
 AFTER_STEPS = ("(metrics)", "(placement)", "(save)", "(agreement)")
@@ -49,16 +48,8 @@ def compare_run(run: str, machine_name: str | None = None, code: str | None = No
     trace = steps_of(trace)
     seconds = _seconds(metrics_file, trace, job.data.micro_batches)
     machine = default_machine(machine_name).with_ranks(ranks)
-    evaluation = evaluate_step(
-        job.model.build(job.composition),
-        machine,
-        axes,
-        job.composition,
-        job.data.batch_size,
-        job.data.micro_batches,
-        dtype=dtype_of(job.model.dtype),
-        optimizer=optimizer_of(job.training),
-    )
+    model = job.model.build(job.composition)
+    evaluation = evaluate_step(model, machine, axes, job.composition, **step_of(job))
     return compare_trace(str(folder), trace, len(seconds), sum(seconds) / len(seconds), evaluation.prediction, machine)
 
 

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,13 @@ from spmd_engine.errors import UsageError
 from spmd_engine.files import open_regular
 from spmd_engine.foreign import parse_json, read_bytes, reading
 from spmd_engine.training.adapt_config import AdaptConfig
-from spmd_engine.training.observers import EventLog, MetricsFile
+from spmd_engine.training.observers import DataPicture, EventLog, MetricsFile
 from spmd_engine.training.run import CONFIG
 
 SERIES = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds")
 NO_CURVES = {"step", "tokens", "bytes_sent", "exposed_communication"}
 WARM_UP = 2  #: first steps, which load code and data, that averages of times leave out
+MOST_OF_PICTURE = 1 << 24  #: bytes
 RECENT = 20  #: last steps whose whole lines are kept
 
 
@@ -45,6 +48,7 @@ class RunRecord:
     checkpoint: Mapping[str, Any]  #: facts of the newest one; empty without one
     owner: tuple[int, str] | None = None  #: the process and the host that write the run, or were killed while they did
     is_hidden: bool = False  #: whether only the run's user can see these
+    picture: bytes = b""  #: a PNG of the data; empty without one
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
@@ -54,6 +58,17 @@ class RunRecord:
     def last(self, event: str) -> Mapping[str, Any]:
         """The last event of this kind; empty if there is none."""
         return next((each for each in reversed(self.events) if each.get("event") == event), {})
+
+    def first(self, event: str) -> Mapping[str, Any]:
+        """The first event of this kind; empty if there is none."""
+        return next((each for each in self.events if each.get("event") == event), {})
+
+    @property
+    def seconds(self) -> float:
+        """The time of all starts, each up to its last event."""
+        times = [(each.get("event"), _seconds_of(each.get("time"))) for each in self.events]
+        known = [(event, now) for event, now in times if now]
+        return sum(now - before for (_, before), (event, now) in pairwise(known) if event not in ("opened", "started"))
 
     @property
     def mesh(self) -> str:
@@ -149,6 +164,7 @@ class RunReader:
         self._columns: dict[str, list[float]] = {name: [] for name in SERIES}
         self._parts: dict[int, tuple[int, np.ndarray]] = {}  # by number of ranks: of how many steps, and their sum
         self._predicted: Mapping[str, Any] = {}
+        self._picture = b""
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=RECENT)
 
     def read(self) -> RunRecord:
@@ -168,6 +184,7 @@ class RunReader:
         if self._log.open():
             self._events.clear()
         self._events += self._log
+        self._picture = self._picture or _picture(folder / DataPicture.NAME)
         steps, parts = max(self._parts.values(), key=itemgetter(0), default=(1, np.empty((0, 4))))
         return RunRecord(
             folder.name,
@@ -182,6 +199,7 @@ class RunReader:
             _checkpoint_facts(folder),
             lock_owner(folder),
             os.access(folder / LOCK, os.F_OK) and not os.access(folder / LOCK, os.R_OK),
+            self._picture,
         )
 
     def _add_step(self, line: Mapping[str, Any]) -> None:
@@ -233,6 +251,14 @@ class JsonLines:
                     yield content
 
 
+def _seconds_of(time: Any) -> float:
+    """The seconds of an event's time; 0 for one that is damaged."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+
+
 def _parts_of_step(line: Mapping[str, Any]) -> np.ndarray | None:
     """float64[rank, 4]: shares and processor seconds (NaN if they are not recorded) of a step's line."""
     shares, processor = line.get("shares"), line.get("cpu_seconds")
@@ -250,6 +276,12 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return np.nan
+
+
+def _picture(file: Path) -> bytes:
+    with suppress(OSError, UsageError, ValueError):
+        return read_bytes(file, MOST_OF_PICTURE)
+    return b""
 
 
 def _checkpoint_facts(folder: Path) -> dict[str, Any]:

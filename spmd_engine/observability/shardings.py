@@ -23,6 +23,7 @@ from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Buffer
 from spmd_engine.models import Model
+from spmd_engine.observability.render import text_table
 from spmd_engine.sharding.experts import routing_table
 from spmd_engine.sharding.groups import Home
 from spmd_engine.sharding.layout import Layout
@@ -204,8 +205,8 @@ def _arrays(
     stages: Mapping[str, Sequence[int]],
 ) -> Table:
     """A table of the arrays with their shardings and, in a pipeline, the ``stages`` that have them."""
-    columns = [kind, "sharding", "whole shape", "on the first rank", *(["stages"] if stages else [])]
-    table = Table(*columns, box=None, header_style="bold")
+    heads = [kind, "sharding", "whole shape", "on the first rank", *(["stages"] if stages else [])]
+    rows = []
     counts: dict[str, list[int]] = {}  # all experts, and those of the first rank
     for name, (array, _) in arrays.items():
         if array.element:
@@ -221,8 +222,8 @@ def _arrays(
         spec = layout.spec(array.dims)
         block = spec.local_shape(shape, place)
         cells = in_all + "x".join(map(str, shape)), in_shard + "x".join(map(str, block))
-        table.add_row(_row_key(name, array), str(spec), *cells, *([",".join(map(str, stages[name]))] if stages else []))
-    return table
+        rows.append((_row_key(name, array), str(spec), *cells, *([",".join(map(str, stages[name]))] if stages else [])))
+    return text_table(heads, rows)
 
 
 def _stages_of(model: Model, assignments: Sequence[Assignment]) -> dict[str, tuple[int, ...]]:

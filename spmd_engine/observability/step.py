@@ -10,6 +10,7 @@ from rich.table import Table
 
 from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import UsageError
+from spmd_engine.observability.render import text_table
 from spmd_engine.pictures import (
     BLUE,
     GREEN,
@@ -79,6 +80,19 @@ def draw_communication(step: RankStep, place: MeshPosition, title: str, assumed:
     return Picture(title, cells, table(rows, "lllrllr"), notes, fold=(LABEL, 10))
 
 
+def print_transfers(step: RankStep, console: Console) -> None:
+    """Print a summary of what a rank sends: a row for all transfers of one kind and label."""
+    kinds: dict[tuple[str, str], list[Communication]] = defaultdict(list)
+    for transfer in step.communications:
+        kinds[_name_of_transfer(transfer), transfer.axes].append(transfer)
+    rows = []
+    for (name, axes), transfers in kinds.items():
+        sent, hidden = sum(each.sent for each in transfers), sum(each.priority > 0 for each in transfers)
+        rows.append((name, axes, str(len(transfers)), f"{sent:,.0f}", str(hidden)))
+    heads = "transfers", "over", ">number", ">bytes sent", ">hidden by a computation"
+    console.print(text_table(heads, rows, edge=False), "")
+
+
 def _name_of_transfer(transfer: Communication) -> str:
     return f"{transfer.operation} {transfer.label}"
 
@@ -100,7 +114,8 @@ def print_shards(shards: Sequence[ModelShard], nodes: Sequence[NodeCapabilities]
     tasks = tasks_of(shards, nodes) if nodes else None
     places = annealed(tasks) if tasks is not None else ()
     counted = ">bytes", ">GFLOP", ">activations", ">bytes sent"
-    listed = _table("shard", "sharded", "layers", *counted, "sends to", "depends on", *(["node"] if places else []))
+    heads = "shard", "sharded", "layers", *counted, "sends to", "depends on", *(["node"] if places else [])
+    rows = []
     for number, shard in enumerate(shards):
         ends = [shard.layers[0], shard.layers[-1]] if shard.layers else []
         layers = f"{' to '.join(dict.fromkeys(ends))} ({len(shard.layers)})" if ends else "-"
@@ -108,8 +123,8 @@ def print_shards(shards: Sequence[ModelShard], nodes: Sequence[NodeCapabilities]
         receivers = sorted({other for point in shard.communication for other in point.shards})
         counts = f"{shard.bytes:,}", f"{shard.flops / 1e9:,.3f}", f"{shard.activations:,}", f"{sent:,.0f}"
         node = [str(places[number])] if places else []
-        listed.add_row(shard.id, shard.kind, layers, *counts, _ids(receivers), _ids(shard.depends_on), *node)
-    console.print(listed)
+        rows.append((shard.id, shard.kind, layers, *counts, _ids(receivers), _ids(shard.depends_on), *node))
+    console.print(text_table(heads, rows, edge=False))
     for node in nodes:
         console.print(
             f"node {node.node}: {node.name} ({node.kind}), {node.ranks} ranks, {node.compute / 1e9:,.4g} GFLOP/s, "
@@ -122,14 +137,6 @@ def print_shards(shards: Sequence[ModelShard], nodes: Sequence[NodeCapabilities]
             f"products and messages of a step: {readable_seconds(tasks.cost(places))} on these nodes, "
             f"{readable_seconds(tasks.cost(order))} if ranks fill nodes in order"
         )
-
-
-def _table(*heads: str, title: str | None = None) -> Table:
-    """A table without rows; numbers stand on the right below heads that begin with ">"."""
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    for head in heads:
-        table.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left")
-    return table
 
 
 def _ids(ids: Sequence[str], most: int = 6) -> str:
@@ -170,19 +177,13 @@ def print_step(analysis: StepAnalysis, rank: int, console: Console) -> None:
         f"critical path: {path.flops / 1e9:,.2f} GFLOP in {len(path.nodes):,} computations, through "
         f"{len(path.classes):,} ranks in turn; this rank computes {step.flops / 1e9:,.2f}\n"
     )
-    console.print(f"at its peak, in {_peak_computation(step)}, this rank holds {step.peak.bytes:,} bytes:")
+    console.print(f"at its peak, in {step.peak_moment}, this rank holds {step.peak.bytes:,} bytes:")
     for kind, name, size in step.peak.holds[:_MOST_HELD]:
         console.print(f"  {size:>15,}  {kind}{f': {name}' if name else ''}")
     if tables := analysis.tables_of_rank(rank):
         console.print(f"and {tables:,} bytes of slot tables throughout the step")
     for note in analysis.approximate:
         console.print(f"assumed: {note}")
-
-
-def _peak_computation(step: RankStep) -> str:
-    name = step.computations[step.peak.computation].name if step.computations else "nothing"
-    m = step.computations[step.peak.computation].micro_batch if step.computations else None
-    return f"{name}{f' of micro-batch {m}' if m is not None else ''}"
 
 
 def _layers(step: RankStep) -> Table:
@@ -198,9 +199,9 @@ def _layers(step: RankStep) -> Table:
     held: dict[str, int] = defaultdict(int)
     for shard in step.shards:
         held[shard.layers[0] if shard.layers else ""] += shard.bytes
-    lines: list[tuple[list[str], tuple[str, ...]]] = []
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)  # layers, by their numbers
     for layer in flops:
-        if not layer:
+        if not layer and len(flops) > 1:
             continue
         largest = max((size for name, size in step.temporaries.items() if name.startswith(f"{layer} ")), default=0)
         numbers = (
@@ -209,25 +210,23 @@ def _layers(step: RankStep) -> Table:
             f"{bytes_moved[layer]:,}",
             f"{step.saved.get(layer, 0):,}",
             f"{largest:,}",
-            f"{sent[layer]:,.0f}",
+            f"{sent[layer] if layer else sum(sent.values()):,.0f}",
         )
-        equal_layers = next((names for names, other in lines if other == numbers), None)
-        if equal_layers is None:
-            lines.append(([layer], numbers))
-        else:
-            equal_layers.append(layer)
+        alike[numbers].append(layer)
     gflop = ">forward, GFLOP", ">again", ">input", ">weights"
-    table = _table("layer", ">parameters, bytes", *gflop, ">bytes moved", ">saved", ">most", ">bytes sent")
-    for names, numbers in lines:
-        table.add_row(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} alike", *numbers)
-    return table
+    heads = "layer", ">parameters, bytes", *gflop, ">bytes moved", ">saved", ">most", ">bytes sent"
+    rows = []
+    for numbers, (first, *more) in alike.items():
+        name = first or "the engine"  # of a user's own, which has no layers
+        rows.append((f"{name} and {len(more)} alike" if more else name, *numbers))
+    return text_table(heads, rows, edge=False)
 
 
 def _totals(analysis: StepAnalysis) -> Table:
-    table = _table("operation", "over", ">calls", ">bytes sent", title="\nall ranks together")
-    for (operation, axes), (calls, sent) in sorted(analysis.totals().items()):
-        table.add_row(operation, axes, f"{calls:,}", f"{sent:,}")
-    return table
+    totals = sorted(analysis.totals().items())
+    rows = [(operation, axes, f"{calls:,}", f"{sent:,}") for (operation, axes), (calls, sent) in totals]
+    heads = "operation", "over", ">calls", ">bytes sent"
+    return text_table(heads, rows, "\nall ranks together", edge=False)
 
 
 # --- A picture of a rank's memory over a step, by kind of array

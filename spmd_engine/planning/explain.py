@@ -104,11 +104,6 @@ class _Explainer:
         }
         return self._compare(changes)
 
-    def _quickest(self, data: Mapping[Any, Any]) -> Sequence[str]:
-        """The line that names the quickest of the compared plans that fit; none if nothing fits."""
-        fitting = {key: numbers for key, numbers in data.items() if numbers and numbers["bytes"] <= self.memory}
-        return [f"the quickest that fits: {min(fitting, key=lambda key: fitting[key]['seconds'])}"] if fitting else []
-
     def _largest(self, fits: Callable[[int], bool], start: int, most: int) -> int:
         """The largest number from ``start`` on that fits, by doubling and bisection; 0 if none."""
         if not fits(start):
@@ -165,7 +160,9 @@ class _Explainer:
         batch, ranks = self.base.batch_size, self.base.batch_ranks
         possible = [n for n in range(1, max(batch // ranks, 1) + 1) if batch % n == 0 and batch // n >= ranks]
         lines, data = self.vary("micro_batches", possible[:10])
-        return [*lines, *(self._quickest(data) or ["none of these fits"])], data
+        seconds = {key: plan["seconds"] for key, plan in data.items() if plan and plan["bytes"] <= self.memory}
+        best = f"the quickest that fits: {min(seconds, key=seconds.__getitem__)}" if seconds else "none of these fits"
+        return [*lines, best], data
 
     def places(self) -> Answer:
         node = self.request.machine.nodes[0]

@@ -31,7 +31,7 @@ from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.rank_order import PLACEMENTS
 from spmd_engine.planning.search.reasons import MORE, Conflict
-from spmd_engine.planning.search.search import GOALS, Limits, SearchResult, constraint_text
+from spmd_engine.planning.search.search import GOALS, Limits, SearchResult
 from spmd_engine.planning.search.search_space import axes_that_shard
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
 from spmd_engine.planning.simulator.step_picture import draw_step
@@ -63,13 +63,13 @@ class Request:
     named: str = ""  #: the model, as ``train --model`` takes it; empty: by its name
 
     def __post_init__(self) -> None:
-        if self.goal not in GOALS:
-            raise UsageError(f"goal {self.goal!r}: choose {', '.join(GOALS)}")
+        names = ("goal", GOALS), ("placement", PLACEMENTS), ("optimizer", OPTIMIZERS)
+        for field_name, choices in names:
+            if (chosen := getattr(self, field_name)) not in choices:
+                raise UsageError(f"{field_name} {chosen!r}: choose {', '.join(choices)}")
         for name in self.fallback or ():
             if name not in FALLBACKS:
                 raise UsageError(f"fallback {name!r}: choose {', '.join(FALLBACKS)}, or none alone")
-        if self.placement not in PLACEMENTS:
-            raise UsageError(f"placement {self.placement!r}: choose {', '.join(PLACEMENTS)}")
         for node in self.machine.nodes:
             self.machine.curve(node, str(dtype_of(self.dtype)))
             self.base.storage.places.check(on_device=node.has_devices)
@@ -86,8 +86,6 @@ class Request:
         if chunks is not None and chunks < (2 if schedule == "interleaved" else 1):
             least = "2, with interleaved" if schedule == "interleaved" else "1"
             raise UsageError(f"--chunks {chunks}: it must be at least {least}")
-        if self.optimizer not in OPTIMIZERS:
-            raise UsageError(f"optimizer {self.optimizer!r}: choose {', '.join(OPTIMIZERS)}")
 
     @property
     def analyze_options(self) -> dict[str, Any]:
@@ -99,6 +97,19 @@ class Request:
         """The most ranks that a relaxation of the request may use."""
         most = max(self.ranks) * MORE[-1]
         return min(most, self.machine.ranks or most)
+
+    def constraint_text(self, name: str, limits: Limits) -> str:
+        """A limit, a fixed choice, the ranks or the batch, as text."""
+        if name in limits.names:
+            return f"{name} at most {limits.shown(name)}"
+        if name in ("ranks", "batch_size"):
+            return f"{max(self.ranks)} ranks" if name == "ranks" else f"a batch of {min(self.batch_sizes)}"
+        wanted = self.fixed[name]
+        if isinstance(wanted, Mapping):
+            wanted = axes_text(wanted)
+        if isinstance(wanted, tuple | list):
+            wanted = " or ".join(map(str, wanted))
+        return f"{name.replace('_', ' ')} {wanted}"
 
     def cost_model(self, sequence: int | None = None) -> CostModel:
         """The costs of the model; ``sequence`` overrides the length of sequences."""
@@ -131,9 +142,9 @@ class PlanResult:
     @property
     def why_not(self) -> str:
         """Why nothing fits, in one line."""
-        conflict, search = self.conflict, self.search
+        conflict, search, request = self.conflict, self.search, self.request
         assert conflict is not None
-        constraints = " and ".join(map(self._constraint_text, conflict.constraints))
+        constraints = " and ".join(request.constraint_text(name, self.limits) for name in conflict.constraints)
         if not conflict.decided:
             text = (
                 f"{self.ended}: of {search.candidates:,} candidates "
@@ -144,27 +155,32 @@ class PlanResult:
             text = f"nothing fits: {constraints} cannot be kept together"
         else:
             text = f"{constraints} cannot be kept"
-        if (nearest := self.nearest_evaluation) is not None:
-            closest = f"the closest plan ({conflict.nearest.candidate}) needs" if conflict.nearest else "it needs"
-            size = readable_bytes(nearest.analysis.peak_bytes)
-            text += f"; {closest} {size} on rank {nearest.peak_rank} at {nearest.peak_moment}"
+        if self.nearest_evaluation is not None:
+            of_mesh = "mesh" in self.request.fixed
+            closest = f"the closest plan ({conflict.nearest.candidate})" if conflict.nearest and not of_mesh else "it"
+            text += f"; {closest} needs {self._needed(self.nearest_evaluation)}"
         if conflict.relaxations:
             text += f". It would fit with {next(iter(conflict.relaxations.values()))[0]}"
         if conflict.helps:
             text += f". Its memory would suffice with {conflict.helps}"
         return text
 
+    def _needed(self, nearest: PlanEvaluation) -> str:
+        """What the closest plan needs of the limits that it breaks, or of memory if that is one of them."""
+        limits, plan = self.limits, self.conflict.nearest if self.conflict else None
+        broken = limits.broken(plan) if plan is not None else frozenset()
+        if plan is not None and broken and "memory" not in broken:
+            needs = limits.measured(plan)
+            return " and ".join(f"{limits.shown(name, needs[name])} of {name}" for name in sorted(broken))
+        own = self.request.limits.memory_by_rank(nearest.machine) if nearest.machine.heterogeneous else []
+        size, rank = readable_bytes(nearest.analysis.peak_bytes), nearest.peak_rank
+        of_limit = f" of its {readable_bytes(own[rank])}" if own else ""
+        return f"{size}{of_limit} on rank {rank} at {nearest.peak_moment}"
+
     @property
     def ended(self) -> str:
         """Why the search ended, if it did before all was known."""
         return f"time ran out (--seconds {self.request.seconds:g})" if self.late else "the evaluations were spent"
-
-    def _constraint_text(self, name: str) -> str:
-        if name == "ranks":
-            return f"{max(self.request.ranks)} ranks"
-        if name == "batch_size":
-            return f"a batch of {min(self.request.batch_sizes)}"
-        return constraint_text(name, self.limits, self.request.fixed)
 
     @property
     def precision(self) -> str:

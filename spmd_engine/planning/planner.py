@@ -73,28 +73,17 @@ def plan(
 
     Raises UsageError for an unknown model or machine, and for options that contradict each other.
     """
-    mesh = checked_axes(mesh) if mesh else None
+    fixed = {**(fixed or {}), **({"mesh": checked_axes(mesh)} if mesh else {})}
     if ranks is None:
-        if mesh is None:
+        if not mesh:
             raise UsageError("plan needs ranks, or a mesh")
-        ranks = count_ranks(mesh)
-    request = Request(
-        planned_model(model, base=base) if isinstance(model, str) else model,
-        machine if isinstance(machine, Machine) else default_machine(machine),
-        [ranks] if isinstance(ranks, int) else ranks,
-        [batch_size] if isinstance(batch_size, int) else batch_size,
-        goal,
-        Limits.from_json({"memory": memory, "latency": latency, "bandwidth": bandwidth, "compute": compute}, "plan"),
-        {**(fixed or {}), **({"mesh": dict(mesh)} if mesh else {})},
-        axes,
-        sequence,
-        dtype,
-        optimizer,
-        base,
-        seconds,
-        placement,
-        fallback,
-    )
+        ranks = count_ranks(fixed["mesh"])
+    built = planned_model(model, base=base) if isinstance(model, str) else model
+    found = machine if isinstance(machine, Machine) else default_machine(machine)
+    numbers, sizes = ([one] if isinstance(one, int) else one for one in (ranks, batch_size))
+    limits = {"memory": memory, "latency": latency, "bandwidth": bandwidth, "compute": compute}
+    searched = fixed, axes, sequence, dtype, optimizer, base, seconds, placement, fallback
+    request = Request(built, found, numbers, sizes, goal, Limits.from_json(limits, "plan"), *searched)
     return fixed_plan(request) if mesh else find_plan(request)
 
 
@@ -140,7 +129,7 @@ def fixed_plan(request: Request) -> PlanResult:
         request,
         SearchResult(),
         evaluation=evaluation,
-        conflict=Conflict([*broken, "mesh"], helps=helps) if broken else None,
+        conflict=Conflict([*broken, "mesh"], nearest=needs, helps=helps) if broken else None,
         nearest_evaluation=evaluation if broken else None,
         took=perf_counter() - began,
         composition=composition,

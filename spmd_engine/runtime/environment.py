@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from spmd_engine.runtime.launchers import launcher_size
 
 PACKAGES = ("spmd_engine", "numpy", "mpi4py", "numba", "cupy", "safetensors")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -16,7 +19,7 @@ VARIABLES = (*THREADS, "SPMD_FAST", "SPMD_FLASH_ATTENTION", "SPMD_CUDA_AWARE", "
 
 def environment() -> dict[str, str]:
     """The environment of this process, by name. Nothing is imported for it."""
-    found = {"command": " ".join(sys.argv), "host": platform.node(), "processor": processor()}
+    found = {"command": _command(), "host": platform.node(), "processor": processor()}
     found["cores"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
     found |= {name: value for name, value in sorted(os.environ.items()) if name in VARIABLES}
     found |= {"system": platform.platform(), "python": platform.python_version()}
@@ -28,6 +31,14 @@ def environment() -> dict[str, str]:
     if mpi := sys.modules.get("mpi4py.MPI"):
         found["MPI library"] = " ".join(mpi.Get_library_version().split("\n")[0].strip("\0").split())
     return found
+
+
+def _command() -> str:
+    """The command that starts this job again, on as many ranks."""
+    program, *arguments = sys.argv
+    program = ["-m", "spmd_engine"] if Path(program).name in ("__main__.py", "spmd-engine") else [program]
+    ranks = ["mpiexec", "-n", str(launcher_size())] if launcher_size() > 1 else []
+    return shlex.join([*ranks, "python", *program, *arguments])
 
 
 def processor() -> str:

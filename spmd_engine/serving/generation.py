@@ -17,9 +17,12 @@ from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.inference import decode_inputs
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.state.moving_cache import pack_cache, unpack_cache
+from spmd_engine.engine.state.moving_state import Parts
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.serving.sampling import SamplingOptions, Vocabulary, choose
+from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.shards import Shards
 from spmd_engine.tokens import TextStream, Tokenizer
 
@@ -52,7 +55,6 @@ class NextTokens(ShardedEngine):
             raise UsageError(f"generate: {engine.model.name} is no model of text, it takes no tokens")
         self.engine, self.options, self.log_probs = engine, options, log_probs
         self.mesh = engine.mesh
-        self.vocabulary = vocabulary_of(engine)
         self._cache = Cache()
         self._rows: list[int] = []  # sequences in the cache, in its order: this rank's
         self._texts: dict[int, list[int]] = {}  # all sequences' tokens
@@ -105,11 +107,32 @@ class NextTokens(ShardedEngine):
             self._rows += mine
         return [at[sequence] for sequence in self._rows]
 
+    def pack(self, engine: LayeredEngine) -> tuple[Any, Parts]:
+        """The sequences in progress, which move with the engine to another mesh: see ``MovingState``."""
+        facts, parts = pack_cache(engine, self._cache, self._rows)
+        return {**facts, "texts": [(sequence, self._texts[sequence]) for sequence in self._rows]}, parts
+
+    def unpack(self, engine: LayeredEngine | None, facts: Sequence[Any], whole: Placement) -> Parts:
+        """Continue these sequences on another mesh, sharded anew as a batch is."""
+        self._texts = {sequence: text for each in facts for sequence, text in each["texts"]}
+        self._sequences, self._rows, self._cache = set(self._texts), [], Cache()
+        if engine is None:
+            return {}
+        self.mesh, self._is_checked = engine.mesh, True  # by the ranks that have begun
+        self._rows = sorted(self._texts)[engine.batch_span(len(self._texts))]
+        self._cache, parts = unpack_cache(engine, self._rows, facts, whole)
+        return parts
+
     def _choose(self, scores: np.ndarray, x: np.ndarray) -> np.ndarray:
         texts = [self._texts[sequence] for sequence in x[:, SEQUENCE].tolist()]
         keys = [key_of(int(line[KEY]), len(text)) for line, text in zip(x, texts, strict=True)]
         chosen = choose(
-            scores, self.options, seen=texts, keys=keys, vocabulary=self.vocabulary, log_probs=self.log_probs
+            scores,
+            self.options,
+            seen=texts,
+            keys=keys,
+            vocabulary=vocabulary_of(self.engine),
+            log_probs=self.log_probs,
         )
         likely = np.where(np.isnan(chosen.log_probs), -np.inf, chosen.log_probs)
         tokens = np.where(np.isnan(chosen.margins), np.inf, chosen.tokens)

@@ -26,8 +26,11 @@ _FAILED = "the chat template cannot write this conversation"
 _one_at_a_time = Lock()
 
 
-def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool = True) -> str:
+def chat_text(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool = True, tools: Sequence[Any] | None = None
+) -> str:
     """A conversation as text; if an ``answer`` is to follow, with the beginning of the assistant's next turn.
+    ``tools`` describes what the assistant may call.
 
     Templates are untrusted programs: they run in jinja's sandbox, in a process with limits on time and memory.
     Raises UsageError for a tokenizer without a template, for a template that is damaged or exceeds the limits, and for
@@ -35,7 +38,7 @@ def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool
     """
     if not tokenizer.chat_template:
         raise UsageError("this model has no chat template; write the prompt in its format, without --chat")
-    values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer}
+    values = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": answer}
     request = {"template": tokenizer.chat_template, "values": {**tokenizer.special, **values}, "seconds": SECONDS}
     with reading(_FAILED):
         text = json.dumps(request, default=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,14 @@ from spmd_engine.errors import UsageError
 from spmd_engine.foreign import reading
 from spmd_engine.tokens.hugging_face import JsonTokenizer, tokenizers_library
 
-CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 #: Names of tokens that end a turn or a text; the metadata of many files lacks them.
 _ENDS = frozenset((
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
 ))  # fmt: skip
+
+#: Special tokens of Phi-3 that do not take the spaces after them; the metadata does not say so, llama.cpp knows, too.
+_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") -> JsonTokenizer:
@@ -25,6 +29,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
     library = tokenizers_library()
     with reading(f"{where} describes no tokenizer", "; download the file again"):
         kind = metadata.get("tokenizer.ggml.model")
+        is_phi3 = re.search("phi[- ]?3", str(metadata.get("general.name")).lower()) is not None
         tokens = _field(metadata, "tokens", where)
         types = list(metadata.get("tokenizer.ggml.token_type", [1] * len(tokens)))
         vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -36,10 +41,16 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
             tokenizer = _sentence_piece(library, metadata, tokens, vocabulary, where)
         else:
             raise UsageError(f"{where}: tokenizer.ggml.model is {kind!r}; supported are gpt2 and llama")
-        for special in (True, False):
-            wanted = CONTROL if special else USER_DEFINED
-            added = [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
-            tokenizer.add_tokens([library.AddedToken(token, special=special, normalized=False) for token in added])
+        for wanted in ((UNKNOWN, CONTROL), (USER_DEFINED,)):
+            added = [token for token, kind in zip(tokens, types, strict=True) if kind in wanted]
+            tokenizer.add_tokens(
+                [
+                    library.AddedToken(
+                        token, special=CONTROL in wanted, normalized=False, rstrip=is_phi3 and token not in _PHI3_PLAIN
+                    )
+                    for token in added
+                ]
+            )
         names = {}
         for name, field in (
             ("bos_token", "bos_token_id"),
@@ -56,7 +67,6 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
         return JsonTokenizer(
             tokenizer.to_str(),
             where,
-            end=names.get("eos_token"),
             chat_template=metadata.get("tokenizer.chat_template"),
             special=names,
             around=around,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import parse_json, read_text, reading
+from spmd_engine.foreign import json_at, parse_json, read_text, reading
 from spmd_engine.tokens.long_text import encode_long
 from spmd_engine.tokens.tokenizer import Tokenizer
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+SPECIAL = "special_tokens_map.json"
 #: Fields of tokenizer_config.json that enable a token before or after every text, and the names of these tokens.
 AROUND = {"add_bos_token": "bos_token", "add_eos_token": "eos_token"}
 
@@ -29,13 +31,15 @@ class JsonTokenizer(Tokenizer):
         text: str,
         where: str = "tokenizer.json",
         *,
-        end: str | None = None,
         chat_template: str | None = None,
         special: Mapping[str, str] | None = None,
         around: Mapping[str, bool] | None = None,
+        usual: Mapping[str, str | int] | None = None,
     ) -> None:
-        """``end`` is the token after a text. ``around`` has ``add_bos_token`` and ``add_eos_token``, if they differ
-        from the file. Raises UsageError, naming ``where``, for a text that describes no tokenizer.
+        """``special`` are special tokens by name: ``eos_token`` is that after a text. ``usual`` are those, as texts or
+        numbers, that count if ``special`` has none of the name and the vocabulary has them. ``around`` has
+        ``add_bos_token`` and ``add_eos_token``, if they differ from the file. Raises UsageError, naming ``where``, for
+        a text that describes no tokenizer.
         """
         with reading(f"{where} describes no tokenizer", "; download the file again"):
             self._inner = _parse(text, where)
@@ -43,11 +47,18 @@ class JsonTokenizer(Tokenizer):
             self._inner.no_truncation()
             self.vocabulary = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
             self.sha256 = sha256(text.encode()).hexdigest()
-            self.end = self._inner.token_to_id(end) if end is not None else None
-            self.separator = self.end
             self.chat_template, self.special = chat_template, dict(special or {})
+            for name, token in (usual or {}).items():
+                named = self._inner.id_to_token(token) if isinstance(token, int) else token
+                if named is not None and self._inner.token_to_id(named) is not None:
+                    self.special.setdefault(name, named)
+            known = [each for each in self.special.values() if self._inner.token_to_id(each) is not None]
+            self._inner.add_special_tokens(list(dict.fromkeys(known)))  # no text is split into a part of one
+            end = self.special.get("eos_token")
+            self.separator = self.end = self._inner.token_to_id(end) if end is not None else None
             if around:
                 self._set_around(around)
+            self._mark()
             config = {**self.special, **(around or {}), **({"chat_template": chat_template} if chat_template else {})}
             self.files = {TOKENIZER: text, CONFIG: json.dumps(config)}
             if chat_template is not None and not isinstance(chat_template, str):
@@ -71,8 +82,27 @@ class JsonTokenizer(Tokenizer):
             single=single, special_tokens=list(dict.fromkeys(before + after))
         )
 
+    def _mark(self) -> None:
+        """Find which tokens stand around every text, and which are special."""
+        encoding = self._inner.encode("a")
+        own = [number for number, added in enumerate(encoding.special_tokens_mask) if not added]
+        first, last = (own[0], own[-1] + 1) if own else (len(encoding.ids), len(encoding.ids))
+        self.before, self.after = encoding.ids[:first], encoding.ids[last:]
+        added = self._inner.get_added_tokens_decoder().items()
+        self._special = frozenset([*(token for token, each in added if each.special), self.end])
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return self._inner.encode(_plain(text), add_special_tokens=special).ids
+
+    def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoding = self._inner.encode(_plain(text), add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def piece(self, token: int) -> str:
+        return self._inner.id_to_token(token) or f"<{token}>"
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._inner.decode(list(tokens), skip_special_tokens=True)
@@ -130,27 +160,66 @@ def tokenizers_library() -> Any:
 def read_tokenizer(path: str | Path) -> JsonTokenizer:
     """The tokenizer of a model's folder or of a ``tokenizer.json``, with ``tokenizer_config.json`` and
     ``chat_template.jinja`` of the same folder. Without a ``tokenizer.json``, GPT-2's class is read from ``vocab.json``
-    and ``merges.txt``. Raises UsageError for files that are missing or damaged."""
+    and ``merges.txt``. Raises UsageError for files that are missing or damaged.
+
+    Special tokens are those of ``tokenizer_config.json`` and ``special_tokens_map.json``; then those that transformers'
+    class has by default, and the end tokens of ``generation_config.json`` and ``config.json``.
+    """
     path = Path(path)
     file = path / TOKENIZER if path.is_dir() else path
     texts = {name: _text(file.with_name(name)) for name in (CONFIG, TEMPLATE) if file.with_name(name).is_file()}
+    config = _config(texts, str(file))
+    if "added_tokens_decoder" not in config:  # then transformers reads the older file, too
+        named = _object(file.with_name(SPECIAL)).items()
+        config = {**config, **{name: value for name, value in named if name.endswith("_token") and _content(value)}}
+        texts[CONFIG] = json.dumps(config)
+    usual = _usual(file.parent, config)
     if file.is_file():
-        return tokenizer_of(texts | {TOKENIZER: _text(file)}, str(file))
-    parts, config = [file.with_name(name) for name in (VOCABULARY, MERGES)], _config(texts, str(file))
-    if config.get("tokenizer_class") not in CLASSES or not all(part.is_file() for part in parts):
+        return tokenizer_of(texts | {TOKENIZER: _text(file)}, str(file), usual)
+    parts = [file.with_name(name) for name in (VOCABULARY, MERGES)]
+    kind = _class_of(file.parent, config)
+    if kind != "GPT2Tokenizer" or not all(part.is_file() for part in parts):
         raise UsageError(f"{file}: no such file; a model's folder has its tokenizer there{remedy(file.parent)}")
-    text = byte_level_json(_text(parts[0]), _text(parts[1]), config, tokenizers_library(), str(file.parent))
-    return tokenizer_of(texts | {TOKENIZER: text}, str(file.parent))
+    described = {**{name: text for name, text in usual.items() if isinstance(text, str)}, **config}
+    text = byte_level_json(_text(parts[0]), _text(parts[1]), described, tokenizers_library(), str(file.parent))
+    return tokenizer_of(texts | {TOKENIZER: text}, str(file.parent), usual)
 
 
-def tokenizer_of(files: Mapping[str, str], where: str) -> JsonTokenizer:
-    """The tokenizer of ``files``, texts by name. Raises UsageError, naming ``where``, if they are damaged."""
+def tokenizer_of(files: Mapping[str, str], where: str, usual: Mapping[str, str | int] | None = None) -> JsonTokenizer:
+    """The tokenizer of ``files``, texts by name; for ``usual`` see ``JsonTokenizer``. Raises UsageError, naming
+    ``where``, if they are damaged."""
     config = _config(files, where)
     with reading(f"{where}: {CONFIG} beside it cannot be read", "; download the file again"):
         chat, special, around = _settings(files, config)
-    return JsonTokenizer(
-        files[TOKENIZER], where, end=special.get("eos_token"), chat_template=chat, special=special, around=around
-    )
+    return JsonTokenizer(files[TOKENIZER], where, chat_template=chat, special=special, around=around, usual=usual)
+
+
+def _usual(folder: Path, config: Mapping[str, Any]) -> dict[str, str | int]:
+    """The special tokens of a folder that its ``tokenizer_config.json`` does not name."""
+    found: dict[str, str | int] = {}
+    for name, text in USUAL.get(_class_of(folder, config), {}).items():
+        if name not in config:
+            found[name] = text
+    for file in ("generation_config.json", "config.json"):
+        ends = _object(folder / file).get("eos_token_id")
+        number = ends[0] if isinstance(ends, list) and ends else ends
+        if type(number) is int and number >= 0:
+            found.setdefault("eos_token", number)
+    return found
+
+
+def _class_of(folder: Path, config: Mapping[str, Any]) -> str:
+    """The class of transformers that reads a folder's tokenizer, without its ending ``Fast``."""
+    name = config.get("tokenizer_class") or CLASSES.get(str(_object(folder / "config.json").get("model_type")))
+    return str(name).removesuffix("Fast")
+
+
+def _object(file: Path) -> Mapping[str, Any]:
+    """The object in a JSON file; empty if there is none."""
+    content = None
+    with suppress(UsageError):
+        content = json_at(file) if file.is_file() else None
+    return content if isinstance(content, Mapping) else {}
 
 
 def _settings(files: Mapping[str, str], config: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[str, bool]]:
@@ -187,8 +256,29 @@ def _text(file: Path) -> str:
 
 
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
-#: Classes in ``tokenizer_config.json`` that split texts as GPT-2 does before pairs are merged.
-CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+#: Classes of transformers by the ``model_type`` of a folder that does not name one.
+CLASSES = {
+    **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "opt", "phi", "starcoder2", "codegen"), "GPT2Tokenizer"),
+    **dict.fromkeys(("gpt_neox", "mpt", "olmo", "olmoe"), "GPTNeoXTokenizer"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+    **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
+}
+
+
+def _named(begin: str | None, end: str, unknown: str) -> Mapping[str, str]:
+    return {"eos_token": end, "unk_token": unknown} | ({"bos_token": begin} if begin else {})
+
+
+_END = "<|endoftext|>"
+#: By class, the special tokens that a folder need not name.
+USUAL: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("GPT2Tokenizer", "GPTNeoXTokenizer", "CodeGenTokenizer"), _named(_END, _END, _END)),
+    "Qwen2Tokenizer": _named(None, _END, _END),
+    **dict.fromkeys(("LlamaTokenizer", "CodeLlamaTokenizer"), _named("<s>", "</s>", "<unk>")),
+    "GemmaTokenizer": _named("<bos>", "<eos>", "<unk>"),
+    "CohereTokenizer": _named("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<UNK>"),
+}
 
 
 def byte_level_json(vocabulary: str, merges: str, config: Mapping[str, Any], library: Any, where: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 WINDOW = 1 << 17  #: characters of a window
-OVERLAP = 1 << 12  #: characters that two neighbouring windows share
+SHARED = 1 << 12  #: characters that two neighbouring windows share
 TOGETHER = 8  #: windows that the library encodes in parallel
 ALIKE = 16  #: tokens on each side of a border that both windows must have
 _SAMPLE = "Some words, and 1234 numbers.\n\nA line;\t\u65e5\u672c."
@@ -53,7 +53,7 @@ def encode_long(inner: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
             continue
         # At least double the text: adding one window at a time to a word of n characters takes n^2 steps.
         more = islice(windows, len(left.text) // WINDOW)
-        text = "".join([left.text, *(window.text[OVERLAP:] for window in (right, *more))])
+        text = "".join([left.text, *(window.text[SHARED:] for window in (right, *more))])
         left = _encoded(inner, [(left.begin, text)])[0]
     if left is not None:
         yield left.ids[first:]
@@ -70,9 +70,9 @@ def _overlapping(texts: Iterable[str]) -> Iterator[tuple[int, str]]:
     begin, held = 0, ""
     for text in texts:
         held += text
-        while len(held) > WINDOW + OVERLAP:  # the last window is at least as long as its overlap
+        while len(held) > WINDOW + SHARED:  # the last window is at least as long as its overlap
             yield begin, held[:WINDOW]
-            begin, held = begin + WINDOW - OVERLAP, held[WINDOW - OVERLAP :]
+            begin, held = begin + WINDOW - SHARED, held[WINDOW - SHARED :]
     if held:
         yield begin, held
 
@@ -89,7 +89,7 @@ def _encoded(inner: Any, texts: Sequence[tuple[int, str]]) -> list[_Encoded]:
 
 def _border(left: _Encoded, right: _Encoded, separates: Separates) -> tuple[int, int] | None:
     """The indices, in both windows, of the first token after a border; None if there is no border."""
-    for middle in (right.begin + OVERLAP * part // 4 for part in (2, 1, 3)):
+    for middle in (right.begin + SHARED * part // 4 for part in (2, 1, 3)):
         i, j = (int(np.searchsorted(window.places, middle)) for window in (left, right))
         # i and j are the same token; the border is the first place after it where both windows agree.
         count = min(len(left.ids) - i, len(right.ids) - j) - ALIKE

@@ -16,6 +16,8 @@ class Tokenizer(ABC):
     vocabulary: int  #: tokens are 0 to vocabulary - 1
     end: int | None = None  #: the token that ends a text, if there is one
     separator: int | None = None  #: the token after each document of a corpus; usually equal to ``end``
+    before: Sequence[int] = ()  #: tokens that the tokenizer adds before every text
+    after: Sequence[int] = ()  #: and those after it
     files: Mapping[str, str] = MappingProxyType({})  #: texts by name: the files that describe the tokenizer
     sha256: str = ""  #: the SHA-256 of all that determines the encoding, in hexadecimal digits
     chat_template: str | None = None  #: a jinja template that writes a conversation as text
@@ -28,6 +30,18 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens, without special tokens; an incomplete character becomes a replacement mark."""
+
+    @abstractmethod
+    def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens of a text, without special tokens around it, and the first and the end character of each."""
+
+    @abstractmethod
+    def piece(self, token: int) -> str:
+        """The token as the vocabulary writes it, also a special one."""
+
+    def is_special(self, token: int) -> bool:
+        """Whether it is a token of its own, that no text is split into."""
+        return token in (self.end, self.separator)
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokens of many texts, without special tokens before and after each; encoded in parallel if possible."""
@@ -54,6 +68,14 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode(errors="surrogateescape"))
+
+    def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        sizes = [len(character.encode(errors="surrogateescape")) for character in text]
+        places = [(at, at + 1) for at, size in enumerate(sizes) for _ in range(size)]
+        return self.encode(text), places
+
+    def piece(self, token: int) -> str:
+        return chr(token) if token < 128 else "<end>" if token == END_OF_FILE else f"<0x{token:02X}>"
 
     def encode_long(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
         return (np.frombuffer(chunk, np.uint8) for chunk in chunks)

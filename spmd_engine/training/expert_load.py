@@ -82,6 +82,7 @@ class Rebalancer(Hook):
     def __init__(self, composition: ParallelConfig) -> None:
         self._composition = composition
         self._loads: dict[str, np.ndarray] = {}  # by layer
+        self._waits = False  # while a live migration copies parameters and state, which must stay where they are
         self.moves = 0  #: experts moved so far
 
     def during(self, run: Run, steps: int) -> AbstractContextManager[Any]:
@@ -89,6 +90,8 @@ class Rebalancer(Hook):
         return nullcontext()
 
     def notified(self, name: str, *facts: Any) -> None:
+        if name in ("migrating", "reshaped", "not_reshaped"):
+            self._waits = name == "migrating"
         if name == "reshaped":
             self._composition = composition_of(self._run)
             self._loads.clear()
@@ -96,7 +99,7 @@ class Rebalancer(Hook):
     def between_steps(self, step: int, requested: bool) -> None:
         """Collective over the mesh when a move is due."""
         engine, every = self._run.engine, self._composition.rebalance_every
-        if not every or self._run.moving or not isinstance(engine, LayeredEngine):
+        if not every or self._waits or not isinstance(engine, LayeredEngine):
             return
         for name, load in engine.side_outputs.items():
             layer, _, output = name.rpartition("/")

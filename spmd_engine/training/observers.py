@@ -1,4 +1,4 @@
-"""What rank 0 reports of a run: observers, and the files that three of them write to its folder."""
+"""What rank 0 reports of a run: observers, and the files that four of them write to its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from spmd_engine.arrays.products import in_use, unfit
 from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.errors import UsageError
-from spmd_engine.files import open_regular
+from spmd_engine.files import open_regular, output_file
 from spmd_engine.runtime.activity import State
 from spmd_engine.runtime.watchdog import condition_of
 from spmd_engine.training.hooks import Hook
@@ -143,6 +143,20 @@ class MetricsFile(Observer):
             return False
 
 
+class DataPicture(Observer):
+    """``data.png``: a picture of the data that a run learns from, if there is one and Pillow is installed."""
+
+    NAME = "data.png"
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / self.NAME
+
+    def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
+        if workload.picture is not None:
+            with suppress(UsageError), output_file(self._path, "the run", follow=False) as file:
+                file.write(workload.picture())
+
+
 class EventLog(Observer):
     """``events.jsonl``: a line for each start, warning, checkpoint and end of a run, with its time in UTC.
 
@@ -177,6 +191,10 @@ class EventLog(Observer):
             self._write("warning", text=record.getMessage())
         if logging.lastResort and not logging.getLogger().handlers:  # which this handler would replace
             logging.lastResort.handle(record)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        if step == 0:  # later ones are in the metrics
+            self._write("evaluated", step=step, validation_loss=loss)
 
     def stepped(self, report: StepReport) -> None:
         if report.skipped:

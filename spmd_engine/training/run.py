@@ -28,7 +28,15 @@ from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.pictures import html_table
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
-from spmd_engine.training.observers import ActivityFile, EventLog, MetricsFile, Observer, Observers, lines_up_to
+from spmd_engine.training.observers import (
+    ActivityFile,
+    DataPicture,
+    EventLog,
+    MetricsFile,
+    Observer,
+    Observers,
+    lines_up_to,
+)
 from spmd_engine.training.trainer import StepReport, Trainer, by_rank
 
 logger = logging.getLogger(__name__)
@@ -48,7 +56,7 @@ class Run:
     one must succeed. Every ``check_replicas_every`` steps (0: never) ranks compare their replicas, and a flipped bit
     ends the run. ``trace`` is the number of steps, from the second on, to trace in ``trace.json``. ``sample`` is called
     on all ranks at the end, for a text that shows what the model learnt. ``hooks`` act in and between the steps, after
-    those of the trainer; they may replace ``validation``, ``config`` and the engine's mesh.
+    those of the trainer; they may replace the engine's mesh, and call ``continue_as`` then.
 
     SIGINT, SIGTERM, SIGUSR1 or SIGHUP to any rank ends the run after the current step, or the current batch of an
     evaluation, which then has no result: it is saved, reported to the observers, and raises SystemExit on every rank,
@@ -82,7 +90,6 @@ class Run:
         self._check_replicas_every = check_replicas_every
         self._phase = trainer.engine.mesh.activity.phase
         self.tracing = False  #: whether steps are being traced
-        self.moving = False  #: whether a hook copies parameters and state meanwhile, so that no other may move them
         self._saving: Save | None = None  # a save that is perhaps not complete
         self._unsaved = False  # whether the last save has failed
         self._report: StepReport | None = None  # of a step, until the observers get it with its evaluation
@@ -91,7 +98,7 @@ class Run:
         self.evaluation: Evaluation | None = None  #: the last one
         self.memory_limits: list[int] = []  #: bytes that each rank of the world may use: its part of its node's
         self.hooks = trainer.hooks = (*trainer.hooks, *hooks)
-        files = MetricsFile(), EventLog(self.folder), ActivityFile()
+        files = MetricsFile(), EventLog(self.folder), ActivityFile(), DataPicture(self.folder)
         self._observers = Observers((*files, *observers) if self.engine.device_id == 0 else ())
 
     @property
@@ -113,6 +120,11 @@ class Run:
         rows += [("validation loss", f"{self.loss:.6g}")] if self.loss is not None else []
         link = f'<p><a href="{escape(page.as_posix())}">report</a></p>' if page.is_file() else ""
         return html_table("Run", ["", ""], rows, numbers=False) + link
+
+    def continue_as(self, composition: ParallelConfig, validation: Sequence[Batch]) -> None:
+        """The engine is on another mesh now: with this composition, and with these validation batches."""
+        self.config = {**(self.config or {}), "composition": composition.as_json()}
+        self.validation = validation
 
     def gather_memory_limits(self, all_ranks: Group) -> None:
         """Learn how much memory each rank may use. Collective."""

@@ -42,7 +42,8 @@ class DataConfig(Configuration):
         metavar="PATH",
         unset="the source of Python's standard library; for images scikit-learn's digits",
         help="What to learn from: a file or a folder of text, or a file of tokens from 'data prepare'. For models of "
-        "images: an .npz file (x, y), a folder of IDX files, or a folder with a subfolder of images for each class.",
+        "images: a folder with a subfolder of images for each class, a .csv file of paths and labels, .parquet files, "
+        "an .npz file (x, y), or a folder of IDX files.",
     )
     batch_size: int = setting(
         16, least=1, most=MOST, fixed=True, common=True, of_images=64, help="Samples a step, over all ranks."
@@ -87,7 +88,12 @@ class StepConfig(Configuration):
         of_images=0.01,
         help="Learning rate at its peak; a cosine decays it to a tenth of that.",
     )
-    warmup: int = setting(50, least=0, of_images=20, help="Steps until the learning rate peaks.")
+    warmup: int | None = setting(
+        None,
+        least=0,
+        unset="50, at most a tenth of --decay-steps",
+        help="Steps until the learning rate peaks.",
+    )
     decay_steps: int | None = setting(
         None,
         least=1,
@@ -210,6 +216,11 @@ class TrainConfig(Configuration):
     def of(cls, **options: Any) -> Self:
         """A job with these options, as in ``with_options``; the defaults of the others depend on the kind of model."""
         return cls().with_options(**(OF_IMAGES if options.get("model") in IMAGES else {}) | options)
+
+    @property
+    def mesh_options(self) -> dict[str, Any]:
+        """The options of its ``Mesh`` that are not those of a composition."""
+        return {"check": self.check, "timeout": self.timeout, "deterministic": self.deterministic}
 
     @property
     def shards_itself(self) -> bool:

@@ -110,7 +110,7 @@ class Trainer:
         max_skipped: int = 0,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        _check_arguments(engine, optimizer, batches, rate)
+        _check_arguments(engine, optimizer, batches, rate, grad_clip)
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.hooks = stop, max_skipped, tuple(hooks)
@@ -217,8 +217,22 @@ class Trainer:
                 return f"the {name} on rank {', '.join(ranks)} have values that are not finite: mend the data"
         return ""
 
+    def pack(self, engine: ShardedEngine) -> tuple[Any, dict[str, Any]]:
+        """The scalars that move with the engine to another mesh: see ``MovingState``."""
+        scale = self.loss_scale.as_json() if self.loss_scale else None
+        return {"step": self.steps_done, "skipped": self.skipped_in_a_row, "loss_scale": scale}, {}
+
+    def unpack(self, engine: ShardedEngine | None, facts: Sequence[Any], whole: Any) -> dict[str, Any]:
+        """Continue from the scalars of the old mesh, also on a rank that had no place there."""
+        self.steps_done, self.skipped_in_a_row = facts[0]["step"], facts[0]["skipped"]
+        if self.loss_scale:
+            self.loss_scale.restore(facts[0]["loss_scale"])
+        return {}
+
     def run(self, steps: int) -> Iterator[StepReport]:
         """Make steps until ``steps`` are done in all, or until a signal: each when its report is taken."""
+        if not hasattr(steps, "__float__"):
+            raise UsageError(f"Trainer.run({steps!r}): give the number of steps in all")
         return _Steps(self, steps)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -297,14 +311,15 @@ def _all_finite(x: Any) -> bool:
     return bool(backend_of(x).xp.isfinite(x).all())
 
 
-def _check_arguments(engine: Any, optimizer: Any, batches: Any, rate: Any) -> None:
+def _check_arguments(engine: Any, optimizer: Any, batches: Any, rate: Any, grad_clip: Any) -> None:
     expectations = {
         "engine": (isinstance(engine, ShardedEngine), "a ShardedEngine, not its class"),
         "optimizer": (isinstance(optimizer, Optimizer), "an Optimizer, as SGD(), not its class"),
         "batches": (callable(batches), "a function of the step, as lambda step: batch_of(x, y, engine, step=step)"),
         "rate": (callable(rate), "a function of the step, as lambda step: 0.1"),
+        "grad_clip": (hasattr(grad_clip, "__float__"), "a number"),
     }
-    arguments = {"engine": engine, "optimizer": optimizer, "batches": batches, "rate": rate}
+    arguments = {"engine": engine, "optimizer": optimizer, "batches": batches, "rate": rate, "grad_clip": grad_clip}
     for name, (fits, expected) in expectations.items():
         if not fits and arguments[name] is not None:  # None in a trainer for evaluations only
             description = described(arguments[name])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from spmd_engine.training.data.images import Images
     from spmd_engine.training.data.token_data import PreparedData
 
+WARMUP = 50  #: most steps until the learning rate peaks, unless a job gives them
 PAGE_MODEL = "mlp"  #: the model's name in a job of a page: each page has its own small model
 _WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
 
@@ -51,6 +54,7 @@ class Workload:
     data: SampledData
     writes: bool = False  #: whether it is a model of text
     token_file: TokenFile | None = None  #: the file of the corpus, if it is a token file
+    picture: Callable[[], bytes] | None = None  #: draws the data as a PNG; raises UsageError without Pillow
 
     @property
     def parameter_count(self) -> int:
@@ -185,6 +189,7 @@ def _open_code(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
 
 def _open_images(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
     """The workload of images; its job gets the sizes that the model is built for."""
+    from spmd_engine.training.data.contact_sheet import sheet_of
     from spmd_engine.training.data.images import ImageData, load_images  # imports the formats of images
 
     images = load_images(mesh.group(), job.data.path)
@@ -192,7 +197,7 @@ def _open_images(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
     job = job.with_options(images=_model_sizes(asdict(images.shape), job))
     engine = _build(job, mesh, placed)
     data = ImageData(images, dtype=job.model.dtype, augment=job.data.augment, seed=job.model.seed)
-    return Workload(job, engine, images, data)
+    return Workload(job, engine, images, data, picture=partial(sheet_of, images))
 
 
 def _model_sizes(data_sizes: dict[str, int], job: TrainConfig) -> dict[str, int]:
@@ -211,7 +216,7 @@ def _open_page(job: TrainConfig, mesh: Mesh) -> Workload:
     name, dtype = job.strategy or "", job.model.dtype
     page: Any = strategy_named(name)
     if job.model.name != PAGE_MODEL:
-        raise UsageError(f"--strategy {name} has a small model of its own: leave --model out, or give {PAGE_MODEL}")
+        raise UsageError(f"--strategy {name} has a small model of its own: leave out --model {job.model.name}")
     _check_undivided(job, f"--strategy {name}")
     if job.model.dropout:
         raise UsageError(f"--strategy {name}: pages of strategies/ have no dropout")
@@ -243,9 +248,18 @@ def optimizer_of(training: StepConfig) -> Optimizer:
     return SGD(training.momentum, training.weight_decay)
 
 
+def step_of(job: TrainConfig) -> dict[str, Any]:
+    """The batch, dtype and optimizer of a job's step, as functions that predict the step take them."""
+    data, dtype = job.data, dtype_of(job.model.dtype)
+    sizes = {"batch_size": data.batch_size, "micro_batches": data.micro_batches, "sequence": data.length}
+    return {**sizes, "dtype": dtype, "optimizer": optimizer_of(job.training)}
+
+
 def rate_of(training: StepConfig) -> WarmupCosine:
     """The learning rate that a job describes."""
-    return WarmupCosine(training.learning_rate, training.decay_steps or training.steps, training.warmup)
+    steps = training.decay_steps or training.steps
+    warmup = min(WARMUP, steps // 10) if training.warmup is None else training.warmup
+    return WarmupCosine(training.learning_rate, steps, warmup)
 
 
 def make_trainer(workload: Workload) -> Trainer:

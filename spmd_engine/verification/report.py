@@ -193,9 +193,12 @@ class Report:
         if not self.differing:
             return f"agrees to {self.distance:.0e}"
         most = max(max(step.of_loss, step.of_gradients) for step in self.steps)
+        updated = max(step.of_parameters for step in self.steps)
+        sizes = "AdamW divides gradients by their size, so that a small one's error is one of a whole update"
         return (
             f"loss and gradients agree to {most:.0e}, within the bound of roundings that one device does not make: "
             f"ranks sum 16-bit floats in {_listed(self.rounded_in)}\n  so these differ: {_listed(self.differing)}"
+            + (f"\n  parameters agree to {updated:.0e}: {sizes}" if updated > most else "")
         )
 
     def __str__(self) -> str:

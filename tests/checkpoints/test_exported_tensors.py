@@ -1,6 +1,7 @@
 """Exports: every stored block is read once, by one rank, and comes to its place, however tensors are put together."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -20,6 +21,7 @@ from spmd_engine.checkpoints.rewrite import export_checkpoint
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.safetensors_header import header
 from spmd_engine.models.load_config import load_config
 from support import tiny
 from support.pairwise import in_turn
@@ -118,7 +120,7 @@ def test_numbers_and_empty_arrays_are_exported(tmp_path):
         TensorToWrite(name, dtype, arrays[name].shape, {name: as_it_is(arrays[name].shape)})
         for name, dtype in (("flags", "BOOL"), ("number", "F64"), ("none", "F32"))
     ]
-    write_tensors(save, {tmp_path / "x.safetensors": tensors}, None, {})
+    write_tensors(save, {tmp_path / "x.safetensors": tensors}, None, partial(header, facts={}))
     found = load_file(tmp_path / "x.safetensors")
     for name, each in arrays.items():
         np.testing.assert_array_equal(found[name], each, strict=True)

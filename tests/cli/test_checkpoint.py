@@ -29,6 +29,8 @@ def of_two_steps(tmp_path):
 def test_inspect_lists_what_is_there(here, of_two_steps):
     code, out, _ = here("checkpoint", "inspect", "runs/a")
     assert code == 0 and "step            2" in out and "seed            3" in out
+    assert "model 2, optimizer 4; --arrays lists them" in out and "layer_1" not in out
+    code, out, _ = here("checkpoint", "inspect", "runs/a", "--arrays")
     assert "optimizer square/layer_1/weights  F32[6, 4]" in out
     said = json.loads(here("checkpoint", "inspect", "--json", str(of_two_steps / "checkpoints" / "step-00000001"))[1])
     assert said["step"] == 1 and said["bytes"] == {"model": 192, "optimizer": 384} and len(said["arrays"]) == 6

@@ -1,12 +1,13 @@
 """Image models by the command line."""
 
+import json
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 from support.command_line import metrics
-from support.labelled_images import PIXELS, write_npz
+from support.labelled_images import PIXELS, write_folder, write_npz
 
 FEW = ["--model", "convnet", "--steps", "2", "--batch-size", "6", "--data", "a.npz", "--run", "r"]
 
@@ -19,6 +20,9 @@ def images(tmp_path):
 def test_train_tells_accuracy_and_infer_answers_for_bytes_and_floats(virtual, here, images, tmp_path):
     errors = virtual(2, "train", *FEW, "--mesh", "rows=2").err
     assert "18 images of 6 x 5 x 1 in 3 classes, 5 more held out" in errors
+    assert (tmp_path / "runs" / "r" / "data.png").read_bytes().startswith(b"\x89PNG")
+    assert here("report", "r")[0] == 0
+    assert '<img src="data:image/png;base64,iVBOR' in (tmp_path / "runs" / "r" / "report.html").read_text()
     accuracy = metrics(tmp_path / "runs" / "r")[-1]["validation_accuracy"]
     told = f"accuracy {100 * accuracy:.1f}% ({round(5 * accuracy)} of 5 held out); results in runs/r"
     assert told in errors.splitlines()[-1]
@@ -41,6 +45,21 @@ def test_train_tells_accuracy_and_infer_answers_for_bytes_and_floats(virtual, he
     assert code == 2 and "--input x.npy: the largest pixel is 255, but white is 1 in images of float64" in errors
     np.save(tmp_path / "x.npy", np.zeros_like(PIXELS[..., None]))
     assert here("infer", "--run", "r", "--input", "x.npy", "--output", "y.npy")[0] == 0  # one may well be black
+
+
+def test_data_show_writes_a_contact_sheet_and_says_what_is_not_read(here, tmp_path):
+    write_folder(tmp_path / "pictures")
+    (tmp_path / "pictures" / "Thumbs.db").write_text("x")
+    code, out, errors = here("data", "show", "pictures", "-n", "2")
+    assert code == 0, errors
+    first, *classes, note, last = out.splitlines()
+    assert first == "pictures: images of 6 x 5 x 1, uint8, 23 file(s)" and classes[0].startswith("class 0 (class0): 7 ")
+    assert len(classes) == 3 and all(line.endswith(" more held out") for line in classes)
+    assert note == "1 left out: left by an operating system (Thumbs.db)" and last == "wrote contact-sheet.png"
+    code, out, _ = here("data", "show", "pictures", "--json", "--output", "other.png")
+    assert code == 0 and json.loads(out)["classes"][1]["name"] == "class1" and (tmp_path / "other.png").exists()
+    code, _, errors = here("data", "show", "nowhere")
+    assert code == 2 and "nowhere: no such file or folder" in errors
 
 
 @pytest.mark.soak

@@ -76,15 +76,29 @@ def test_trained_with_adapters_and_exported(here, tmp_path):
     assert code == 0, error
     assert here("checkpoint", "export", "runs/a", "adapter", "--format", "peft")[0] == 0
     assert here("checkpoint", "export", "runs/a", "whole", "--format", "huggingface")[0] == 0
+    assert here("checkpoint", "export", "runs/a", "whole.gguf", "--format", "gguf")[0] == 0
+    assert here("checkpoint", "convert", "whole.gguf", "again")[1].endswith("again\n")
     np.save(tmp_path / "x.npy", np.arange(20)[None])
     answers = []
-    for model in (["--run", "runs/a"], ["--model", "whole"], ["--model", "base", "--adapter", "adapter"]):
+    of_base = ["--model", "base", "--adapter", "adapter"]
+    for model in (["--run", "runs/a"], *(["--model", name] for name in ("whole", "whole.gguf", "again")), of_base):
         code, _, error = here("infer", *model, "--input", "x.npy", "--output", "y.npy")
         assert code == 0, error
         answers.append(np.load(tmp_path / "y.npy"))
     assert abs(answers[0]).max() > 0.01
     for answer in answers[1:]:
         np.testing.assert_allclose(answer, answers[0], rtol=0, atol=1e-5)
+
+
+def test_a_model_is_converted_without_a_run(here, tmp_path):
+    code, out, error = here("checkpoint", "convert", str(LLAMA), "llama.gguf", "--dtype", "bfloat16")
+    assert (code, out) == (0, "llama.gguf\n"), error
+    code, _, error = here("checkpoint", "convert", "llama.gguf", "llama.npz")
+    assert code == 2 and "a folder is written here, no .npz file" in error
+    code, _, error = here("checkpoint", "convert", str(LLAMA), "llama.gguf")
+    assert code == 2 and "llama.gguf is there already" in error
+    code, _, error = here("checkpoint", "convert", "nowhere", "x.gguf")
+    assert code == 2 and "nowhere is no model" in error
 
 
 @pytest.fixture

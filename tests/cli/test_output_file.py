@@ -109,7 +109,7 @@ def test_what_is_no_text_and_what_is_damaged_is_not_scored(here, tmp_path):
     here("train", "--run", "mine", "--steps", "0", "--batch-size", "2", *QUIET, *TEXT)
     np.savez(tmp_path / "x.npz", x=np.zeros(99))
     code, _, errors = here("eval", "--run", "mine", "--file", "x.npz")
-    assert code == 2 and "--file x.npz is no text: it is a zip archive" in errors
+    assert code == 2 and "x.npz is no text: it is a zip archive" in errors
     (tmp_path / "x.jsonl").write_text('{"text": "some text"}\n' * 40)
     here("data", "prepare", "x.jsonl", "--output", "x.tokens")
     assert here("data", "inspect", "x.tokens", "--verify")[0] == 0

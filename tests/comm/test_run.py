@@ -29,9 +29,9 @@ def test_arguments():
     assert run_threads(lambda a, b: (a, b, world().rank), 2, args=["a", "b"]) == [("a", "b", 0), ("a", "b", 1)]
 
 
-@pytest.mark.parametrize("ranks", [0, -1])
+@pytest.mark.parametrize("ranks", [0, -1, "2"])
 def test_at_least_one_rank(ranks):
-    with pytest.raises(UsageError, match=f"ranks={ranks}; at least one rank"):
+    with pytest.raises(UsageError, match=f"ranks={ranks!r}; at least one rank"):
         run_threads(world, ranks)
 
 

@@ -8,6 +8,7 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.dtypes import described
 from spmd_engine.arrays.precision import HALVES, rounded
+from spmd_engine.axes import parse_axes
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.state import array_table as kinds
 from spmd_engine.engine.state.array_table import array_table
@@ -97,12 +98,14 @@ def base_of(x):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("zero", [0, 1, 3])
-def test_an_engine_for_inference_holds_neither_gradients_nor_masters(zero, dtype):
-    whole = tiny.make_engine(tiny.mesh_of_one(), dtype=np.float64).parameters
+@pytest.mark.parametrize(
+    ("axes", "zero"), [("data=2", 0), ("data=2", 1), ("data=2", 3), ("pipe=2,data=2", 2), ("pipe=2,model=1|2", 0)]
+)
+def test_an_engine_for_inference_holds_neither_gradients_nor_masters(axes, zero, dtype):
+    whole, sizes = tiny.make_engine(tiny.mesh_of_one(), dtype=np.float64).parameters, parse_axes(axes)
 
     def program():
-        with Mesh(data=2) as mesh:
+        with Mesh(**sizes) as mesh:
             how = {"dtype": described(dtype), "zero": zero, "drawn": False}
             engine, trained = (tiny.make_engine(mesh, trained=trained, **how) for trained in (False, True))
             for each in (engine, trained):
@@ -111,7 +114,7 @@ def test_an_engine_for_inference_holds_neither_gradients_nor_masters(zero, dtype
             for storage in engine.storages:
                 assert storage.arrays.keys() == {kinds.USED, kinds.SENT}
                 assert storage.own_gradients is storage.whole_gradients is None
-            for name, array in engine.parameters.items():
+            for name, array in engine.parameters.items():  # equal to those that layers of the other use
                 assert array.dtype == described(dtype)
                 np.testing.assert_array_equal(array, rounded(whole[name][engine.index(name)], array.dtype))
             batch = tiny.batch(engine, 0)
@@ -119,7 +122,7 @@ def test_an_engine_for_inference_holds_neither_gradients_nor_masters(zero, dtype
             with pytest.raises(UsageError, match="this engine was made for inference, without gradients"):
                 engine.step(batch)
 
-    run_threads(program, 2)
+    run_threads(program, tiny.ranks_of(sizes))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

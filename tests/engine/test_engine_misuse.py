@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, as_distributed, run_threads
-from spmd_engine.engine import SGD
+from spmd_engine.engine import SGD, AdamW, ShardedEngine
 from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
+from spmd_engine.engine.distributed import make_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.losses import cross_entropy
 from spmd_engine.training import Trainer
@@ -458,3 +459,19 @@ def test_weights_as_attributes_are_named_in_the_line_that_is_missing():
     ):
         with pytest.raises(UsageError, match=LINE):
             failing()
+
+
+OF_WRONG_TYPES = {
+    "grad_clip is a str; give a number": lambda: losses(grad_clip="1"),
+    r"Trainer.run\('3'\): give the number of steps": lambda: Trainer(own(), SGD(), None, None).run("3"),
+    "SGD: momentum is '0.9'; give a number": lambda: SGD("0.9"),
+    "AdamW: betas is 0.9; give two numbers": lambda: AdamW(betas=0.9),
+    r"block\('w', ...\): a list of 1 is no array": lambda: own().load_checkpoint({"w": [[1.0]]}),
+    "lacks backward, forward, load_checkpoint: define": lambda: make_engine(ShardedEngine, Mesh()),
+}
+
+
+@pytest.mark.parametrize("message", OF_WRONG_TYPES)
+def test_a_value_of_a_wrong_type_is_refused_where_it_is_given(message):
+    with pytest.raises(UsageError, match=message):
+        OF_WRONG_TYPES[message]()

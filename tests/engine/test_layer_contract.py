@@ -548,3 +548,27 @@ def test_a_model_takes_losses_of_whole_samples(loss):
     expected, _ = loss(engine.forward(x), y, count=y.size)
     assert engine.step(batch_of(x, y, engine)) == pytest.approx(expected)
     assert replace(model, name="other").loss is model.loss
+
+
+def of_one(layer, inputs="b d", loss=mean_squared_error):
+    return Model("m", (("a", layer),), inputs, "b f", "b f", loss)
+
+
+REFUSED = {
+    r"Linear: 5 is no letter with its size; write both, as in \(\"d\", 64\)": lambda: Linear(5, 3),
+    r"Linear: \('d', '5'\) is no letter with its size": lambda: Linear(("d", "5"), ("f", 3)),
+    "MLP.sizes is {'d': 4.5, 'f': 8}: give each letter a whole number": lambda: of_one(MLP(4.5, 8)),
+    "Embedding.sizes is {'v': -3, 'd': 4}": lambda: of_one(Embedding(-3, 4)),
+    "m: inputs is 'bd'; write letters with blanks between": lambda: of_one(Linear(("d", 5), ("f", 3)), "bd"),
+    "m: inputs is \\['b', 'd'\\]; write letters": lambda: of_one(Linear(("d", 5), ("f", 3)), ["b", "d"]),
+    "m: loss is None; give a function": lambda: of_one(Linear(("d", 5), ("f", 3)), loss=None),
+    r"inputs \[b d\] must be an array of these dims, not a list of 1": lambda: LayeredEngine(
+        two_layers(8, 16), mesh_of_one()
+    ).forward([[1.0] * 8]),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_model_of_wrong_types_is_refused_when_it_is_made(message):
+    with pytest.raises(UsageError, match=message):
+        REFUSED[message]()

@@ -1,5 +1,6 @@
 """Damaged files of every kind that others write: each is read, or is one clear error that names the file."""
 
+import gzip
 import json
 import shutil
 import zipfile
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.hf.weights import Pretrained, adapter_options
@@ -140,7 +142,7 @@ def read_weights(path):
     found = Pretrained(path if path.suffix == ".gguf" else path.parent)
     for name in found:
         found[name][...]
-    found.check_copies()
+    found.check_files()
 
 
 def read_plain(path):
@@ -153,15 +155,62 @@ def read_images(path):
     return ImageRows(found.parts)[:].tobytes(), found.y.tolist()
 
 
+def picture_file(ending):
+    def write(folder):
+        write_folder(folder)
+        for path in folder.rglob("*.png"):
+            with Image.open(path) as picture:
+                picture.save(path.with_suffix(f".{ending}"))
+            path.unlink()
+        return folder / "class1" / f"01.{ending}"
+
+    return write
+
+
+def image_table(folder):
+    write_folder(folder)
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*.png"))]
+    (folder / "x.csv").write_text("path,label\n" + "".join(f"{path},{path.parent}\n" for path in paths))
+    return folder / "x.csv"
+
+
 JOB = TrainConfig.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts").as_json()
 LINES = "".join(json.dumps(each) + "\n" for each in ({"text": "a"}, {"prompt": "b", "completion": "c"}) * 3)
+ROWS = [{"text": f'n\u00famero {number}, "quoted"\n'} for number in range(9)]
+
+
+def read_documents(path):
+    return [each.content() for each in documents(find_files([str(path)]), 0, 1 << 60, 1 << 60)]
+
+
+def text_of_rows(name, content):
+    def write(folder):
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def parquet_table(folder):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(ROWS), folder / "x.parquet")
+    return folder / "x.parquet"
+
+
 KINDS = {
     "job": Kind(text_file("x.json", json.dumps(JOB)), TrainConfig.read, JSON),
     "documents": Kind(
         text_file("x.jsonl", LINES),
-        lambda path: list(documents(find_files([str(path)]), 0, 1 << 60, 1 << 60)),
+        read_documents,
         JSON[:2],
     ),
+    "array": Kind(text_file("x.json", json.dumps(ROWS)), read_documents, JSON),
+    "table": Kind(
+        text_file("x.csv", "id,text\n" + "".join(f'{n},"{n} ""a"""\n' for n in range(9))), read_documents
+    ),
+    "utf-16": Kind(text_of_rows("x.txt", ("n\u00famero \U0001f642\n" * 50).encode("utf-16")), read_documents),
+    "packed": Kind(text_of_rows("x.jsonl.gz", gzip.compress(json.dumps(ROWS[0]).encode())), read_documents),
+    "parquet": Kind(parquet_table, read_documents),
     "adapter": Kind(
         copied(GOLDEN / "adapter" / "llama", "adapter_config.json"), lambda path: adapter_options(path.parent), JSON
     ),
@@ -188,6 +237,9 @@ KINDS = {
         lambda path: read_images(path.parents[1]),
         is_proven=True,
     ),
+    "jpeg": Kind(picture_file("jpg"), lambda path: read_images(path.parents[1])),
+    "tiff": Kind(picture_file("tif"), lambda path: read_images(path.parents[1])),
+    "table of images": Kind(image_table, lambda path: find_images(str(path)).y.tolist(), JSON[:2]),
 } | {
     f"config of {family}": Kind(
         copied(GOLDEN / "decoders" / family, "config.json"), lambda path: len(Pretrained(path.parent)), JSON

@@ -13,11 +13,12 @@ from test_shape_changes import CHANGES, assert_same, drawn_requests, events, job
 
 from spmd_engine import Mesh, TrainConfig, run_threads, train
 from spmd_engine.adaptive import LiveMigration, ShapeRequest, migration
+from spmd_engine.checkpoints import Save
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.engine import layered
 from spmd_engine.engine.state.engine_state import StateReshard
-from spmd_engine.errors import CommunicationTimeout, UsageError
+from spmd_engine.errors import CheckpointError, CommunicationTimeout, UsageError
 from support import saved
 from support.on_ranks import numbers_of_ranks, on_ranks
 from support.random_jobs import RandomJob, losses_in
@@ -336,6 +337,25 @@ def test_it_is_given_up_after_its_time_or_with_the_run(tmp_path, monkeypatch):
     first, last = (each["why"] for each in events(tmp_path / "run", "not reshaped"))
     assert first == "the live migration is given up: it is not complete after 5 s"
     assert last == "the live migration is given up: the run ends"
+
+
+def test_a_failed_save_ends_the_run_and_is_no_refusal(tmp_path, monkeypatch):
+    """A save in the background ends before the shape changes: if it fails, idle ranks end as the others do."""
+
+    def failing(save):
+        if save.step == 2 + PORTIONS:
+            raise CheckpointError("the disk is full")
+        return finish(save)
+
+    def program():
+        with pytest.raises(UsageError, match="the disk is full"):
+            migrated(case, job, tmp_path / "run", 3, "live")
+
+    finish, case = Save.finish, CASES["a stage to an idle rank"]
+    monkeypatch.setattr(Save, "finish", failing)
+    job = config(case.seed, tmp_path, **case.begins, save_every=2 + PORTIONS, save_in_background=True, eval_every=0)
+    run_threads(program, case.ranks)
+    assert not events(tmp_path / "run", "not reshaped") and len(events(tmp_path / "run", "migrating")) == 1
 
 
 def test_copies_without_memory_are_refused(tmp_path, monkeypatch):

@@ -168,6 +168,23 @@ def test_a_rank_that_was_idle_scales_the_loss_as_the_others(tmp_path, monkeypatc
     assert scale != loss_scale.LossScale().value
 
 
+@pytest.mark.parametrize("protocol", ["stop-and-copy", "live"])
+def test_a_change_after_a_skipped_first_step_changes_no_result(tmp_path, monkeypatch, protocol):
+    """No step has been made with the optimizer's state yet, and the loss scale falls on, until gradients fit."""
+    monkeypatch.setattr(loss_scale.LossScale.__init__, "__defaults__", (2.0**24, 0))
+    how = {"dtype": "float16", "optimizer": "adamw", "learning_rate": 1e-3, "eval_every": 0}
+    job = small_job(tmp_path, mesh={"data": 2}, steps=14, **how)
+    request = ShapeRequest({"mesh": {"model": 2}}, protocol=protocol)
+    runs = run_threads(lambda: train(job, tmp_path / "run", propose={1: request}.get), 2)
+    (alone,) = run_threads(lambda: train(job.with_options(mesh={"data": 1}), tmp_path / "alone"), 1)
+    assert [each["event"] for each in events(tmp_path / "run", "reshaped", "not reshaped")] == ["reshaped"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "skipped" in lines[0] and "skipped" in lines[1] and "skipped" not in lines[-1]
+    assert {run.trainer.loss_scale.value for run in runs} == {alone.trainer.loss_scale.value}
+    ours, theirs = losses_in(tmp_path / "run"), losses_in(tmp_path / "alone")
+    np.testing.assert_allclose([*ours.values()], [*theirs.values()], rtol=5e-3)
+
+
 def test_what_does_not_fit_is_refused_before_it_begins_and_the_run_continues(tmp_path):
     requests = [
         (replace(request, protocol=protocol), reason) for request, reason in REFUSED.values() for protocol in PROTOCOLS

@@ -8,6 +8,7 @@ from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.layers import LayerNorm, Residual
 from spmd_engine.layers.attention.context import RingAttention
+from spmd_engine.losses import mean_squared_error
 from spmd_engine.models import GPTSize, Model, gpt, mlp
 from spmd_engine.models.layouts import layout_for, note_of_shared_keys, with_queries_apart
 from spmd_engine.sharding import Layout
@@ -95,7 +96,7 @@ def test_options_reach_the_layout():
 
 
 def test_a_model_without_a_sequence_has_no_context():
-    model = Model("dense", (("norm", LayerNorm(4)),), "b d", "b d", "b d", loss=None)
+    model = Model("dense", (("norm", LayerNorm(4)),), "b d", "b d", "b d", mean_squared_error)
     assert layout_for(model, mesh_of(data=2, context=1)).axes("b") == ("data",)
     with pytest.raises(MeshError, match=r"axis 'context' shards sequences, but dense takes \[b d\]"):
         layout_for(model, mesh_of(context=2))

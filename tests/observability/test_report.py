@@ -10,10 +10,12 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from spmd_engine.observability.run_page import POINTS, page_of
+from spmd_engine.observability.run_page import POINTS, _smoothed, page_of
 from spmd_engine.observability.run_record import RunRecord
+from spmd_engine.runtime.environment import environment
 from spmd_engine.training.observers import EventLog, Observer
 from spmd_engine.training.run import Run
+from spmd_engine.units import clock_time
 from support.command_line import QUIET, TEXT, metrics
 
 
@@ -65,6 +67,9 @@ def test_a_page_holds_the_run(trained, here, tmp_path):
     ):
         (curve,) = page.curves[title]
         known = [(line["step"], line[key]) for line in steps if key in line]
+        if key == "validation_loss":  # of the evaluation before the first step, which is an event
+            (first,) = (e for e in map(json.loads, (folder / EventLog.NAME).open()) if e["event"] == "evaluated")
+            known.insert(0, (0, first[key]))
         assert curve["x"] == [step for step, _ in known]
         np.testing.assert_allclose(curve["y"], [value for _, value in known], rtol=1e-5)
     predicted = steps[0]["predicted"]
@@ -74,6 +79,8 @@ def test_a_page_holds_the_run(trained, here, tmp_path):
     cells = page.texts["td"]
     assert f"{steps[0]['bytes_sent']:,}" in cells or len(predicted["traffic"]) > 1
     assert "All calls and bytes are as predicted." in page.texts["p"]
+    record = RunRecord.read(folder)
+    assert record.first("started")["time"][:10] in " ".join(cells) and clock_time(record.seconds) in cells
     assert {"Memory of each rank", "Communication of a step", "Mesh and sharding", "Events"} <= set(page.texts["h2"])
     drawings = "".join(page.texts["title"])
     assert "mesh pipe=2: 2 ranks" in drawings and "1f1b: 2 stages, 2 micro-batches" in drawings
@@ -252,3 +259,26 @@ def test_events_of_a_run(tmp_path, monkeypatch, capsys):
     )
     (tmp_path / "run" / "config.json").write_text("{}")
     assert RunRecord.read(tmp_path / "run").state == "ended by an error"
+
+
+def test_a_noisy_curve_gets_a_smoothed_line_and_a_smooth_one_does_not():
+    x = np.arange(1, 401)
+    noise = np.random.default_rng(0).standard_normal(400)
+    kept, means = _smoothed(x, np.exp(-x / 100) + noise / 10)
+    assert np.abs(means - np.exp(-kept / 100)).std() < 0.05
+    assert _smoothed(x, np.exp(-x / 100)) is None and _smoothed(x[:30], noise[:30]) is None
+
+
+def test_a_run_took_the_time_of_its_starts(tmp_path):
+    times = {"started": "10:00:00", "closed": "10:00:30"}, {"started": "11:00:00", "saved": "11:01:00"}
+    events = [{"event": kind, "time": f"2026-01-01T{time}+00:00"} for start in times for kind, time in start.items()]
+    assert RunRecord("run", {}, *[np.empty(0)] * 4, {}, (), tuple(events), {}).seconds == 90
+
+
+def test_the_command_of_a_run_can_be_run_again(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/lib/spmd_engine/__main__.py", "train", "--run", "a b"])
+    assert environment()["command"] == "python -m spmd_engine train --run 'a b'"
+    monkeypatch.setattr(sys, "argv", ["mine.py", "3"])
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "8")
+    assert environment()["command"] == "mpiexec -n 8 python mine.py 3"

@@ -247,7 +247,7 @@ MISTAKES = {
     "unknown model 'huge'": ["communication", "--model", "huge", "--mesh", "data=2"],
     "no customary layout for axis 'lines'": ["communication", "--mesh", "lines=2"],
     "too few for 99 stages; take fewer": ["communication", "--mesh", "pipe=99"],
-    "'nonsense' is not one of 'all_reduce'": ["collective", "nonsense"],
+    "'nonsense'; there are: all_reduce": ["collective", "nonsense"],
     "1 is not in the range": ["collective", "all_reduce", "--ranks", "1"],
     "no schedule 'nonsense'": ["schedule", "nonsense"],
     "one chunk of layers a stage, not 2": ["schedule", "1f1b", "--chunks", "2"],

@@ -20,6 +20,11 @@ def test_gathers_are_a_group_ahead_and_reductions_hide_behind_the_backward():
 def test_a_picture(capsys):
     main(["show", "communication", "--mesh", "data=4", "--zero", "3", "--batch-size", "4"])
     lines = capsys.readouterr().out.strip().splitlines()
+    drawn = lines.index("gpt-nano, mesh data=4: a step of rank 0")
+    sums = [line.split() for line in lines[:drawn] if line]
+    assert sums[0][0] == "transfers" and sum(int(line[-3]) for line in sums[1:]) == 15  # a summary first
+    assert sum(int(line[-2].replace(",", "")) for line in sums[1:]) == 9_197_016
+    lines = lines[drawn:]
     assert lines[0] == "gpt-nano, mesh data=4: a step of rank 0"
     assert lines[4].split() == ["all_gather", "parameters", "======"]
     table = next(i for i, line in enumerate(lines) if line.startswith("transfer"))

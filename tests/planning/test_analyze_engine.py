@@ -12,6 +12,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPTSize, gpt, two_layers
+from spmd_engine.observability.step import _layers
 from spmd_engine.planning.dry_run.analyze import Samples, analyze, analyze_engine
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
@@ -74,6 +75,10 @@ def test_a_user_engine_sends_what_its_dry_run_predicts():
     assert step.ledger()["all_reduce", "data", ""] == (1, 5 * 3 * 4, 5 * 3 * 4)
     assert step.flops == 2 * (2 * 4 * 5 * 3)  # forward, and the weights' gradient
     assert predicted.parameters == 15
+    table = _layers(step)
+    assert list(table.columns[0].cells) == ["the engine"] and list(table.columns[-1].cells) == [
+        f"{step.bytes_sent:,.0f}"
+    ]
 
 
 def test_code_that_reads_values_is_an_error():

@@ -107,13 +107,13 @@ def test_a_plan_does_not_depend_on_the_time_that_it_takes(limits, budgets):
 
 def test_a_conflict_contains_a_limit_that_the_closest_plan_breaks(monkeypatch):
     """Sets of constraints that the closest plan keeps are not searched."""
-    searched, is_possible = [], reasons._is_possible
+    searched, are_possible = [], reasons._are_possible
 
-    def recorded(model, space, limits, budget):
-        searched.append(limits.names)
-        return is_possible(model, space, limits, budget)
+    def recorded(constraints):
+        searched.append(constraints.limits.names)
+        return are_possible(constraints)
 
-    monkeypatch.setattr(reasons, "_is_possible", recorded)
+    monkeypatch.setattr(reasons, "_are_possible", recorded)
     given = replace(request(20.0, fallback=()), limits=Limits(memory=1 << 30, latency=1e-9))
     assert find_plan(given).conflict.constraints == ("latency",)
     assert searched == [["latency"]]

@@ -39,7 +39,7 @@ class Ordered(simulation._Simulation):
             self._queue.remove(waiting[chosen])
             for rank in call.begun:
                 self._ports[rank] = True
-            ends = self.clock + self._duration(call).seconds
+            ends = self.clock + call.duration(self.collectives).seconds
             self._schedule(ends, lambda call=call: self._arrived(call))
 
 

@@ -87,3 +87,10 @@ def test_mistakes_are_one_line(text, said):
     assert said in str(error.value)
     assert str(error.value).startswith("file.toml")
     assert "\n" not in str(error.value)
+
+
+def test_a_node_of_one_rank_needs_no_link_inside():
+    alone = NODE[: NODE.index("[nodes.inside]")].replace("count = 2", "count = 1").replace("ranks = 2", "ranks = 1")
+    assert parse_machine(alone).ranks == 1 and parse_machine(toml_of(parse_machine(alone))).nodes[0].inside.latency == 0
+    with pytest.raises(UsageError, match="the field 'inside' is missing"):
+        parse_machine(alone.replace("ranks = 1", "ranks = 2"))

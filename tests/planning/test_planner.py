@@ -22,7 +22,9 @@ from spmd_engine.planning.model_file import planned_model
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan, fixed_plan
 from spmd_engine.planning.search.cost_model import CostModel
+from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.plan_search import evaluate_plan
+from spmd_engine.planning.search.reasons import gains_of_choices
 from spmd_engine.planning.search.search import Limits
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
 from spmd_engine.units import readable_bytes
@@ -283,3 +285,24 @@ def test_a_plan_shows_itself():
     assert "data=2" in given and "the step, as predicted" in given
     refused = described(plan("two-layers", ranks=1, memory="1KiB", **options)._repr_html_())
     assert "memory at most 1.00 KiB cannot be kept" in refused
+
+
+def test_the_closest_plan_is_that_of_the_limit_that_cannot_be_kept():
+    machine = read_machine("cpu").with_ranks(2)
+    result = find_plan(Request(build_model("mlp"), machine, [2], [16], limits=Limits(latency=1e-5), fallback=None))
+    text, way = result.conflict.relaxations["latency"]
+    assert list(result.conflict.constraints) == ["latency"] and result.nearest_evaluation.seconds == way.seconds
+    assert f"({way.candidate}) needs {text.split()[1]} ms of latency. It would fit with {text}" in result.why_not
+    given = plan("mlp", mesh={"data": 2}, latency=1e-5, machine=machine).why_not
+    assert (
+        "latency at most 10 us and mesh data=2 cannot be kept together; it needs" in given and "latency" in given[-12:]
+    )
+
+
+def test_an_alternative_is_compared_by_what_is_known_of_both_plans():
+    plain, other = Candidate((("data", 2),), 8, 1), Candidate((("model", 2),), 8, 1)
+    closed = Estimate(plain, seconds=2.0, memory=10, sent=4.0, parts={"work": 1.0})
+    chosen = replace(closed, seconds=1.0, sent=8.0, closed=closed)
+    estimate = Estimate(other, seconds=1.0, memory=10, sent=6.0, parts={"work": 1.0})
+    (by_estimates,) = gains_of_choices(Limits(), chosen, [("mesh", estimate)], {}, "communication")
+    assert "send +50.0% bytes, take -50.0% time" in by_estimates and by_estimates.endswith("(by estimates of both)")

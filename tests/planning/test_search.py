@@ -18,7 +18,7 @@ from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import best_division
 from spmd_engine.planning.search.improve import Budget
-from spmd_engine.planning.search.reasons import conflict_of
+from spmd_engine.planning.search.reasons import Constraints, conflict_of
 from spmd_engine.planning.search.search import GOALS, Limits, objective, objective_bound, pareto, search
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, across_nodes, candidates
 from spmd_engine.planning.simulator.slots import Slots
@@ -112,7 +112,7 @@ def test_the_smallest_conflict_is_found_if_nothing_fits(costs_and_space, estimat
     costs, space = costs_and_space
     smallest = min(estimate.memory for _, _, estimate in estimates)
     request, limits = Request(costs.model, costs.machine, [4], [8]), Limits(memory=0.9 * smallest)
-    conflict = conflict_of(costs, request, space, limits, Budget(10_000))
+    conflict = conflict_of(Constraints(costs, request, space, limits, Budget(10_000)))
     assert conflict.constraints[0] == "memory"
     plans = {name: plan for name, (_, plan) in conflict.relaxations.items()}
     assert plans.pop("memory").memory == pytest.approx(smallest)
@@ -182,10 +182,9 @@ def test_overlapping_stages_send_and_hold_what_the_dry_run_says(axes, zero, over
 
 
 def test_overlapping_stages_have_one_chunk():
-    model = build_model("gpt-nano")
-    found = list(candidates(SearchSpace(model, [4], [8], 8, overlap=1)))
+    model, base = build_model("gpt-nano"), ParallelConfig(overlap_layers="1")
+    found = list(candidates(SearchSpace(model, [4], [8], 8, base=base)))
     assert {each.schedule for each in found if each.pipe > 1} == {"1f1b", "zero-bubble", "gpipe"}
-    base = ParallelConfig(overlap_layers="1")
     assert all(each.overlap == (each.composition(base).overlap_layers == "1") == (each.pipe > 1) for each in found)
     with pytest.raises(UsageError, match=r"--overlap-layers 8:12 has ranges: give --mesh, or a number"):
         plan(model, ranks=2, machine="a100", base=ParallelConfig(overlap_layers="8:12"))

@@ -4,7 +4,7 @@ import pytest
 
 from spmd_engine.planning.machine.files import parse_machine
 from spmd_engine.planning.simulator.check_prediction import compare_trace
-from spmd_engine.planning.simulator.simulation import COMMUNICATION, COMPUTE, Prediction, Span
+from spmd_engine.planning.simulator.simulation import COMMUNICATION, COMPUTE, Prediction
 
 MACHINE = parse_machine("""
 name = "m"
@@ -36,9 +36,8 @@ def test_waits_inside_layers_are_no_computation_and_two_ranks_share_a_core():
             event(1, "barrier", COMMUNICATION, 1, 6),
         ]
     }
-    predicted = Prediction(
-        4.0, (0,), [Span(0, "a", COMPUTE, 0.0, 3.0), Span(0, "receive", COMMUNICATION, 3.0, 4.0)], {}
-    )
+    spans = ("a", COMPUTE, 0.0, 3.0), ("receive", COMMUNICATION, 3.0, 4.0)
+    predicted = Prediction(4.0, (0,), {0: spans}, {})
     found = compare_trace("run", trace, 1, 7.0, predicted, MACHINE)
     assert found.measured.layers == {"a": pytest.approx(4)}  # of both ranks: 3 and 1
     # in the first second, both compute on one core: one second of the two is lost

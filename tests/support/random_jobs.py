@@ -50,6 +50,12 @@ class Letters(Tokenizer):
     def decode(self, tokens):
         return "".join(chr(96 + token) for token in tokens if token)
 
+    def encode_places(self, text):
+        return self.encode(text), [(place, place + 1) for place in range(len(text))]
+
+    def piece(self, token):
+        return chr(96 + token)
+
 
 @dataclass
 class Leg:

@@ -119,7 +119,7 @@ def windows(monkeypatch):
     seen = {"sizes": [], "borders": []}
     encoded, border = long_text._encoded, long_text._border
     monkeypatch.setattr(long_text, "WINDOW", 3000)
-    monkeypatch.setattr(long_text, "OVERLAP", 800)
+    monkeypatch.setattr(long_text, "SHARED", 800)
     monkeypatch.setattr(
         long_text,
         "_encoded",

@@ -121,6 +121,13 @@ def test_a_resumed_run_keeps_the_curve_of_its_learning_rate():
     assert begun.resumed(steps=10) == begun.resumed() and again.training.decay_steps == 10
 
 
+def test_a_warmup_that_is_not_given_is_at_most_a_tenth_of_the_steps():
+    for steps, warmup in ((600, 50), (60, 6), (5, 0)):
+        begun = TrainConfig.of(steps=steps)
+        assert rate_of(begun.training).warmup == rate_of(begun.resumed(steps=2 * steps).training).warmup == warmup
+    assert rate_of(TrainConfig.of(steps=60, warmup=50).training).warmup == 50
+
+
 @pytest.mark.parametrize("name", FIXED)
 def test_what_decides_what_is_computed_stays(name):
     same = JOB.option(name)

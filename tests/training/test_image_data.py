@@ -1,6 +1,7 @@
 """Images to learn from: every rank finds the same, whatever the format, and bad ones are one line on all ranks."""
 
 from importlib.util import find_spec
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -97,6 +98,13 @@ def test_grey_of_16_bits_has_white_at_its_largest_number(tmp_path):
 def test_arrays_that_are_not_read_are_named(tmp_path):
     (images,) = load(write_npz(tmp_path / "a.npz", x=PIXELS, y=LABELS, z=LABELS, x_val=PIXELS))
     assert images.notes == ["arrays that are not read: x_val, z"]
+
+
+def test_an_archive_of_pictures_is_to_be_unpacked(tmp_path):
+    with ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("cats/1.png", b"x")
+    with pytest.raises(UsageError, match="a.zip: it is a zip file, but no .npz file of arrays; unpack it, and name"):
+        load(tmp_path / "a.zip")
 
 
 def test_a_table_is_read_by_its_name(tmp_path):

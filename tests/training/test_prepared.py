@@ -294,7 +294,8 @@ def test_instructions_cut_off_before_what_is_learnt_make_no_rows(documents, tmp_
         engine = build_engine(ModelConfig(), mesh)
         (batch,) = data.validation_batches(engine, samples=9, size=9)
         assert batch.count == 21 * len(data.held_out_rows)
-    assert str(data).endswith(f"3 rows, 1 more of them to validate on ({file.path})")
+    lost = "5 documents left out: nothing to learn in their first 32 tokens"
+    assert str(data).endswith(f"3 rows, 1 more of them to validate on ({file.path}); {lost}")
     (tmp_path / "y.jsonl").write_text(f"{json.dumps(cut_off)}\n" * 5)
     none = prepared(str(tmp_path / "y.jsonl"), tmp_path / "y.tokens")
     with pytest.raises(UsageError, match=r"make 0 row\(s\) of 32 with something to learn in them: .* longer context"):

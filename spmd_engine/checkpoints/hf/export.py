@@ -6,36 +6,45 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_tensors
-from spmd_engine.checkpoints.hf.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, StoredView
+from spmd_engine.checkpoints.hf.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, StoredView, as_it_is
 from spmd_engine.checkpoints.read import Sliceable
+from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero
 from spmd_engine.comm.group import Group
-from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.formats.gguf import is_gguf, read_gguf
+from spmd_engine.errors import CheckpointError, UsageError, one_of
+from spmd_engine.formats.gguf import gguf_header, is_gguf, read_gguf
 from spmd_engine.formats.safetensors_file import CONFIG, INDEX, ONE_FILE, read_json
+from spmd_engine.formats.safetensors_header import header
 from spmd_engine.models.decoder import DecoderConfig, decoder
 from spmd_engine.models.hf.write_config import config_json
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.models.lora import LoRAOptions, adapter_names, config_of_options, with_adapters
 from spmd_engine.models.model import Model
-from spmd_engine.models.weight_map import WeightMap, weight_map
+from spmd_engine.models.weight_map import WeightMap, gguf_weight_map, weight_map
+from spmd_engine.models.write_gguf import FILE_TYPES, check_gguf, gguf_facts
 from spmd_engine.tokens.gguf import gguf_ends
 from spmd_engine.tokens.hugging_face import CONFIG as TOKENIZER_CONFIG
 from spmd_engine.tokens.hugging_face import TOKENIZER
+from spmd_engine.tokens.write_gguf import facts_of_tokenizer
 
 logger = logging.getLogger(__name__)
 
 LARGEST_FILE = 5_000_000_000  #: bytes of tensors in a file, as in transformers; a larger tensor has a file of its own
 NAMES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16"}
+GGUF_DTYPES = ("float32", "float16", "bfloat16")  #: dtypes of tensors in GGUF files
 #: Files that belong to a model beside its weights, and are copied unchanged.
 BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+_NOT_HANDED_ON = "its tokenizer is not handed on: %s"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -69,6 +78,42 @@ def export_huggingface(
         return texts | {CONFIG: _as_json(config_json(shape, dtype) | _special_tokens(beside))}
 
     _write(arrays, files, Path(folder), group, describe)
+
+
+def export_gguf(
+    arrays: Mapping[str, Sliceable],
+    shape: DecoderConfig,
+    file: str | os.PathLike,
+    group: Group | None = None,
+    *,
+    dtype: str = "float32",
+    beside: str | Path | None = None,
+) -> None:
+    """Write the parameters of a decoder as a GGUF file that llama.cpp reads.
+
+    Vectors, routers and learned positions are float32, as that program expects them. The rest is as in
+    ``export_huggingface``. Raises UsageError, before anything is written, for a decoder that such files cannot
+    represent: one that this package's reader would not read as the same.
+    """
+    if dtype not in GGUF_DTYPES:
+        raise UsageError(f"--format gguf: dtype {dtype} is not written; {one_of(dtype, GGUF_DTYPES)}")
+    tensors = tensors_of(decoder(shape), gguf_weight_map(shape, written=True), NAMES[dtype])
+    for tensor in tensors:
+        if len(tensor.shape) == 1 or "ffn_gate_inp" in tensor.name or tensor.name.startswith("position_embd"):
+            tensor.dtype = "F32"
+    facts, constants = gguf_facts(shape)
+    facts |= {"general.file_type": FILE_TYPES[NAMES[dtype]]}
+    for name, values in constants.items():
+        tensors.append(TensorToWrite(name, "F32", (len(values),), {name: as_it_is((len(values),))}))
+        array = np.array(values, np.float32)
+        arrays = {**arrays, name: Sliceable(array.shape, array.dtype, array.__getitem__)}
+    check_gguf(shape, facts, {tensor.name: tensor.shape for tensor in tensors}, constants)
+
+    def of_tokenizer() -> dict[str, Any]:
+        return _tokenizer_facts(beside, shape.vocabulary)
+
+    facts |= json_from_rank_zero(group, of_tokenizer) if group else of_tokenizer()
+    write_tensors(arrays, {Path(file): tensors}, group, partial(gguf_header, facts))
 
 
 def export_adapters(
@@ -108,7 +153,8 @@ def _write(
             raise CheckpointError(f"{existing} is there already; export into another folder")
         return {folder / file: text for file, text in describe().items()}
 
-    write_tensors(arrays, {folder / file: in_file for file, in_file in files.items()}, group, {"format": "pt"}, begin)
+    paths = {folder / file: in_file for file, in_file in files.items()}
+    write_tensors(arrays, paths, group, partial(header, facts={"format": "pt"}), begin)
 
 
 def tensors_of(model: Model, names: WeightMap, dtype: str) -> list[TensorToWrite]:
@@ -140,13 +186,26 @@ def _lay_out(tensors: Sequence[TensorToWrite], largest: int) -> dict[str, list[T
     return {f"model-{n:05}-of-{len(files):05}.safetensors": in_file for n, in_file in enumerate(files, 1)}
 
 
+def _tokenizer_facts(source: str | Path | None, vocabulary: int) -> dict[str, Any]:
+    """The metadata about the tokenizer of a folder or GGUF file."""
+    if source is None:
+        return {}
+    if is_gguf(source):
+        return {name: value for name, value in read_gguf(source).facts.items() if name.startswith("tokenizer.")}
+    try:
+        return facts_of_tokenizer(tokenizer_at(source), vocabulary)
+    except UsageError as error:
+        logger.warning(_NOT_HANDED_ON, error)
+        return {}
+
+
 def _companion_files(source: str | Path | None) -> dict[str, bytes]:
     """By name the files that belong to a model beside its weights: from its folder, or derived from its GGUF file."""
     if source is not None and is_gguf(source):
         try:
             files = tokenizer_at(source).files
         except UsageError as error:
-            logger.warning("its tokenizer is not handed on: %s", error)
+            logger.warning(_NOT_HANDED_ON, error)
             return {}
         config = {**json.loads(files[TOKENIZER_CONFIG]), "tokenizer_class": "PreTrainedTokenizerFast"}
         return {TOKENIZER: files[TOKENIZER].encode(), TOKENIZER_CONFIG: _as_json(config)}

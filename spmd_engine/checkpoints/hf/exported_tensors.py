@@ -1,4 +1,4 @@
-"""Writing whole tensors to new safetensors files, block by block, by any number of ranks or none."""
+"""Writing whole tensors to new files, block by block, by any number of ranks or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.safetensors_header import dtype_of, header
+from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.sharding.rectangles import Rectangle
 
 WRITERS = 4  #: threads of a rank, if it has so many cores
@@ -43,16 +43,18 @@ class TensorToWrite:
 
 
 Files = Mapping[Path, Sequence[TensorToWrite]]
+#: From names, dtypes and shapes to the header of a file, the first byte of each tensor, and the file's size.
+Head = Callable[[Sequence[tuple[str, str, Sequence[int]]]], tuple[bytes, list[int]]]
 
 
 def write_tensors(
     arrays: Mapping[str, Sliceable],
     files: Files,
     group: Group | None,
-    facts: Mapping[str, str],
+    head: Head,
     begin: Callable[[], Mapping[Path, bytes]] = dict,
 ) -> None:
-    """Write new files of tensors, which are assembled from ``arrays``, with ``facts`` in their headers.
+    """Write new files of tensors, which are assembled from ``arrays``, with headers by ``head``.
 
     If a ``group`` is given, its ranks share the stored blocks of the arrays, and the call is collective: one rank reads
     each block once and writes it to its place. A rank holds at most a few blocks. ``begin`` runs on the first rank; it
@@ -62,14 +64,14 @@ def write_tensors(
     """
     rank, ranks, new = group.rank if group else 0, group.size if group else 1, ExportedFiles()
     threads = max(1, min(WRITERS, int(cores_here() // ranks)))
-    heads = {path: _header(tensors, facts) for path, tensors in files.items()}
+    heads = {path: _header(tensors, head) for path, tensors in files.items()}
 
     def make() -> None:
         others = begin()
-        for path, tensors in files.items():
+        for path, (content, size) in heads.items():
             with new.open(path) as file:
-                file.write(heads[path])
-                os.posix_fallocate(file.fileno(), 0, len(heads[path]) + sum(tensor.nbytes for tensor in tensors))
+                file.write(content)
+                os.posix_fallocate(file.fileno(), 0, size)
         for path, content in others.items():
             with new.open(path) as file:
                 file.write(content)
@@ -91,12 +93,12 @@ def write_tensors(
         new.discard()
 
 
-def _header(tensors: Sequence[TensorToWrite], facts: Mapping[str, str]) -> bytes:
-    """The header of one file; also sets each tensor's ``offset``."""
-    head, offsets = header([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], facts)
+def _header(tensors: Sequence[TensorToWrite], head: Head) -> tuple[bytes, int]:
+    """The header of one file, and its size; also sets each tensor's ``offset``."""
+    content, offsets = head([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors])
     for tensor, offset in zip(tensors, offsets, strict=False):
         tensor.offset = offset
-    return head
+    return content, offsets[-1]
 
 
 def _share(

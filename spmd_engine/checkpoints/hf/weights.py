@@ -179,11 +179,21 @@ class Pretrained(Mapping[str, Sliceable]):
         self.filled = fill(str(self.path), decoder(self.shape), tensors, names)
         self._copy = _check_used(str(self.path), self.shape, tensors, self.filled.values())
 
-    def check_copies(self) -> None:
-        """Raise CheckpointError if the head is stored although it is tied to the embedding, and differs from it.
+    def check_files(self) -> None:
+        """Warn of weights that are not read; raise CheckpointError if a head differs from the table it is tied to.
 
-        Reads both tensors, a few megabytes at a time.
+        Reads a tied head that is stored, and the table, a few megabytes at a time.
         """
+        others = sorted({path.name for path in self.path.glob("*.safetensors")} - {*self.files})
+        if (self.path / INDEX).is_file() and self.files == [ONE_FILE]:
+            others.append(INDEX)
+        if others:
+            logger.warning(
+                "%s: weights are read from %s, not from %s", self.path, *map(first_few, (self.files, others))
+            )
+        self._check_copy()
+
+    def _check_copy(self) -> None:
         table = self.filled["embedding/table"].tensor
         if self._copy is None:
             return
@@ -201,16 +211,6 @@ class Pretrained(Mapping[str, Sliceable]):
     def files(self) -> list[str]:
         """The names of the files that the parameters are read from."""
         return sorted({Path(parameter.tensor.path).name for parameter in self.filled.values()})
-
-    def warn_of_unread_files(self) -> None:
-        """Log a warning if the folder has other weights in the same format, which are not read."""
-        others = sorted({*(path.name for path in self.path.glob("*.safetensors"))} - {*self.files})
-        if (self.path / INDEX).is_file() and self.files == [ONE_FILE]:
-            others.append(INDEX)
-        if others and self.path.is_dir():
-            logger.warning(
-                "%s: weights are read from %s, not from %s", self.path, *map(first_few, (self.files, others))
-            )
 
     @property
     def nbytes(self) -> int:

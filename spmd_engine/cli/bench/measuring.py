@@ -15,12 +15,12 @@ from typing import Any
 import click
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.cli.values import WholeRange
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
+from spmd_engine.observability.render import text_table
 from spmd_engine.runtime.mpi_job import find_mpiexec
 
 Option = Callable[[Callable], Callable]
@@ -55,14 +55,10 @@ def report(columns: Sequence[str], rows: Sequence[Sequence[str]], figures: Any, 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table with numbers aligned to the right, at least 140 columns wide, also in a pipe."""
-    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*row)
     console = Console(highlight=False)
     console.width = max(console.width, 140)
-    console.print(table)
+    first, *others = columns
+    console.print(text_table([first, *(f">{name}" for name in others)], rows, edge=False))
 
 
 def spread(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:

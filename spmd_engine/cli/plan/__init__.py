@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
 
 from spmd_engine.arrays.precision import FLOATS
 from spmd_engine.axes import count_ranks
-from spmd_engine.cli.options import LongCommand, Quantity, options_of, rare_option, values_given
+from spmd_engine.cli.options import FILE, LongCommand, Quantity, options_of, rare_option, values_given
 from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan, print_precisions
 from spmd_engine.cli.values import Choice, WholeNumber
 from spmd_engine.engine.state.assignment import parse_division
@@ -75,17 +74,10 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
     "of others, offload, or assign layers of a rank that lacks memory to a helper rank.",
 )
 @rare_option("--axes", metavar="AXIS,...", help="Mesh axes to consider. [default: all that suit the model]")
-@click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the plan to FILE."
-)
+@click.option("--output", type=FILE, help="Write the plan to FILE.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a page.")
 @click.option("--compare", metavar="RUN", help="Compare the trace of a run (train --trace) with its prediction.")
-@rare_option(
-    "--timeline",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write the predicted step to FILE, in the format of --trace.",
-)
+@rare_option("--timeline", type=FILE, help="Write the predicted step to FILE, in the format of --trace.")
 @click.option(
     "--precision",
     "--dtype",

@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from spmd_engine.axes import all_positions, axes_text, uneven_axes
-from spmd_engine.observability.render import print_picture
+from spmd_engine.observability.render import print_picture, text_table
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.plan_result import PlanResult
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.search import constraint_text, thinned
+from spmd_engine.planning.search.search import thinned
 from spmd_engine.planning.search.search_space import Candidate, across_nodes, broken_choices
-from spmd_engine.planning.simulator.check_prediction import PARTS, TraceComparison
+from spmd_engine.planning.simulator.check_prediction import TraceComparison
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
 from spmd_engine.planning.simulator.step_picture import draw_step
 from spmd_engine.units import readable_bytes, readable_seconds
@@ -35,7 +34,7 @@ def print_plan(result: PlanResult) -> None:
         f"machine {request.machine.name}; batch {batch}; goal: {request.goal}"
     )
     names = [*result.limits.names, *request.fixed]
-    shown = (constraint_text(name, result.limits, request.fixed) for name in names)
+    shown = (request.constraint_text(name, result.limits) for name in names)
     console.print(f"constraints: {'; '.join(shown)}\n")
     if result.plan is None:
         _print_conflict(console, result)
@@ -61,28 +60,24 @@ def print_plan(result: PlanResult) -> None:
         print_picture(draw_step(result.evaluation.prediction, result.evaluation.analysis.ranks), console)
         console.print()
     _print_matrix(console, f"the best plans and the constraints, {BY}", result.search.best, result)
-    front = result.search.front
-    if len(front) > 1:
-        title = f"time against memory, {BY}"
-        table = Table("step", "memory", "plan", box=None, header_style="bold", title=title, title_justify="left")
-        for plan in thinned(front):
-            table.add_row(_seconds_of(plan), readable_bytes(plan.memory), str(plan.candidate))
-        console.print(table)
+    front = thinned(result.search.front)
+    rows = [(_seconds_of(plan), readable_bytes(plan.memory), str(plan.candidate)) for plan in front]
+    if len(rows) > 1:
+        console.print(text_table(["step", "memory", "plan"], rows, f"time against memory, {BY}"))
     _print_certificate(console, result)
 
 
 def print_precisions(results: Sequence[PlanResult], chosen: PlanResult) -> None:
     """Print what each precision needs, by its own best plan, and which is best for the goal."""
     console = Console(highlight=False, soft_wrap=True)
-    table = Table("precision", "step", "sent", "memory of a rank", "plan", box=None, header_style="bold")
-    for result in results:
-        cells = ["", "", "", result.why_not] if result.conflict is not None else _needs_of(result)
-        table.add_row(result.precision + (" (chosen)" if result is chosen else ""), *cells)
-    console.print(table)
+    rows = [(each.precision + " (chosen)" * (each is chosen), *_needs_of(each)) for each in results]
+    console.print(text_table(["precision", "step", "sent", "memory of a rank", "plan"], rows))
     console.print()
 
 
 def _needs_of(result: PlanResult) -> list[str]:
+    if result.conflict is not None:
+        return ["", "", "", result.why_not]
     seconds, sent, memory = result.needs
     mesh = result.composition.mesh if result.composition else None
     plan = str(result.plan.candidate) if result.plan else axes_text(mesh or {})
@@ -150,15 +145,17 @@ def _print_evaluation(console: Console, evaluation: PlanEvaluation, batch: int) 
 def _print_conflict(console: Console, result: PlanResult) -> None:
     conflict, request = result.conflict, result.request
     assert conflict is not None
+    of_mesh = "mesh" in request.fixed
     console.print("Nothing fits.\n" if conflict.decided else "Time ran out before anything that fits was found.\n")
     if result.nearest_evaluation is not None:
-        console.print(f"closest: {conflict.nearest.candidate if conflict.nearest else 'the given composition'}")
+        closest = conflict.nearest.candidate if conflict.nearest and not of_mesh else "the given composition"
+        console.print(f"closest: {closest}")
         _print_evaluation(console, result.nearest_evaluation, request.batch_sizes[0])
         peak = result.nearest_evaluation.peak_step.peak
         for kind, name, size in peak.holds[:6]:
             console.print(f"    {readable_bytes(size):>12}  {kind}: {name}")
         console.print()
-    if conflict.nearest is not None:
+    if conflict.nearest is not None and not of_mesh:
         _print_matrix(console, "the closest plan and the constraints", [conflict.nearest], result)
     if conflict.relaxations:
         console.print("what would help, the smallest change first")
@@ -172,14 +169,14 @@ def _print_matrix(console: Console, title: str, plans: Sequence[Estimate], resul
     """Print a row for each plan, a column for each constraint: the value, and ! if it breaks the constraint."""
     limits, fixed = result.limits, result.request.fixed
     columns = [f"{name} ({limits.shown(name)})" for name in limits.names]
-    columns += [constraint_text(name, limits, fixed) for name in fixed]
-    table = Table("plan", "step", *columns, box=None, header_style="bold", title=title, title_justify="left")
+    columns += [result.request.constraint_text(name, limits) for name in fixed]
+    rows = []
     for plan in plans:
         broken = limits.broken(plan) | broken_choices(plan.candidate, fixed)
         cells = [limits.shown(name, need) + " !" * (name in broken) for name, need in limits.measured(plan).items()]
         cells += ["no !" if name in broken else "kept" for name in fixed]
-        table.add_row(str(plan.candidate), _seconds_of(plan), *cells)
-    console.print(table)
+        rows.append((str(plan.candidate), _seconds_of(plan), *cells))
+    console.print(text_table(["plan", "step", *columns], rows, title))
     console.print()
 
 
@@ -224,16 +221,18 @@ def print_comparison(comparison: TraceComparison) -> None:
         f"{comparison.run}: a step takes {readable_seconds(comparison.measured.seconds)}, "
         f"{readable_seconds(comparison.predicted.seconds)} was predicted ({comparison.error:+.1%})"
     )
-    table = Table("a rank's step, mean", "predicted", "measured", "difference", box=None, header_style="bold")
-    for part in PARTS:
-        predicted, measured = comparison.predicted.parts[part], comparison.measured.parts[part]
-        share = (predicted - measured) / comparison.measured.seconds
-        table.add_row(part, f"{predicted * 1e3:.2f} ms", f"{measured * 1e3:.2f} ms", f"{share:+.1%} of the step")
-    console.print(table)
-    layers = Table("largest differences, seconds of all ranks", "predicted", "measured", box=None, header_style="bold")
-    for name, predicted, measured in comparison.worst_layers():
-        layers.add_row(name, f"{predicted * 1e3:.2f} ms", f"{measured * 1e3:.2f} ms")
-    console.print(layers)
+    predicted, measured, whole = comparison.predicted.parts, comparison.measured.parts, comparison.measured.seconds
+    rows = [
+        (part, *_milliseconds(predicted[part], measured[part]), f"{difference / whole:+.1%} of the step")
+        for part, difference in comparison.differences().items()
+    ]
+    console.print(text_table(["a rank's step, mean", "predicted", "measured", "difference"], rows))
+    rows = [(name, *_milliseconds(*seconds)) for name, *seconds in comparison.worst_layers()]
+    console.print(text_table(["largest differences, seconds of all ranks", "predicted", "measured"], rows))
+
+
+def _milliseconds(*seconds: float) -> list[str]:
+    return [f"{each * 1e3:.2f} ms" for each in seconds]
 
 
 def print_explanation(subject: str, answers: Sequence[Mapping[str, Any]]) -> None:

@@ -59,8 +59,10 @@ def run_threads(
     >>> run_threads(lambda: float(Mesh(data=4).all_reduce(np.ones(1))[0]), ranks=4)
     [4.0, 4.0, 4.0, 4.0]
     """
-    if ranks < 1:
-        raise UsageError(f"run_threads: ranks={ranks}; at least one rank is needed")
+    if not callable(fn):
+        raise UsageError(f"run_threads: {fn!r} is no function; give the program of a rank, as in run_threads(f, 4)")
+    if not isinstance(ranks, int) or ranks < 1:
+        raise UsageError(f"run_threads: ranks={ranks!r}; at least one rank is needed")
     if nodes is not None and len(nodes) != ranks:
         raise UsageError(f"run_threads: nodes names {len(nodes)} hosts; one for each of {ranks} ranks is needed")
     fabric = _Fabric(nodes or [os.uname().nodename] * ranks)

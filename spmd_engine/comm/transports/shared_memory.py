@@ -117,8 +117,8 @@ def readable_with_result(
 
 def keeps_apart(out: Array, x: Array, part: tuple[slice | EllipsisType, ...]) -> bool:
     """Whether a rank may write ``out`` while others read ``x`` except ``part``. ``out`` may be this part."""
-    overlap = isinstance(x, np.ndarray) and isinstance(out, np.ndarray) and np.may_share_memory(out, x)
-    return not overlap or (x[part].flags.c_contiguous and address_of(x[part]) == address_of(out))
+    in_place = isinstance(x, np.ndarray) and isinstance(out, np.ndarray) and np.may_share_memory(out, x)
+    return not in_place or (x[part].flags.c_contiguous and address_of(x[part]) == address_of(out))
 
 
 def _split_at_cache_lines(x: np.ndarray, parts: int, index: int) -> slice:

@@ -81,11 +81,6 @@ class ArrayTable(dict[str, ArrayRow]):
         """Whether what the optimizer updates is rounded to what layers use."""
         return UPDATED in self and self[UPDATED].alias is None
 
-    @property
-    def updated(self) -> ArrayRow:
-        """The parameters that this rank updates, if they are trained."""
-        return self[UPDATED if UPDATED in self else SENT]
-
     def bytes_by_class(self, whole: Any, part: Any, states: int = 1) -> dict[str, Any]:
         """Bytes in memory between steps of parameters, of gradients and of ``states`` kinds of optimizer state.
 

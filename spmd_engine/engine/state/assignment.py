@@ -323,6 +323,11 @@ class ZeroConfig:
             raise UsageError(f"zero stage {self.zero}: it is 1, 2 or 3, or 0 for none")
         return self.zero
 
+    @property
+    def holds_others(self) -> bool:
+        """Whether stages hold layers that others compute."""
+        return bool(self.overlap)
+
     def table(
         self, axes: Mapping[str, int], sharded_axes: tuple[str, ...], dtype: np.dtype, *, trained: bool = True
     ) -> ArrayTable:

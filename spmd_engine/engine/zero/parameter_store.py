@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.meta.array import has_shapes_only
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.mesh import Mesh
@@ -21,7 +21,7 @@ from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroCon
 from spmd_engine.engine.uneven_stages import sum_over_stages
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage
-from spmd_engine.errors import UnknownParameter, UsageError
+from spmd_engine.errors import UnknownParameter, UsageError, one_of
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
@@ -74,7 +74,7 @@ class ParameterStore:
                 backend,
                 storage.compress,
                 self.places.zeros,
-                sum_over_stages(group, described, mesh, layout, storage, dtype) if trained else None,
+                sum_over_stages(group, described, mesh, layout, storage, dtype),
             )
             for group, table in zip(assignment.groups, tables, strict=True)
         ]
@@ -325,7 +325,8 @@ class StoredEngine(ShardedEngine):
 
     def new_state(self, like: Array) -> Array:
         row = self.storages[0].table[STATE]
-        zeros = self.backend.xp.zeros if row.place == MEMORY else self.store.places.zeros
+        in_memory = backend_of(self.storages[0].own_gradients).xp  # in a dry run, not that of the engine's backend
+        zeros = in_memory.zeros if row.place == MEMORY else self.store.places.zeros
         return zeros(like.shape, row.dtype)
 
     def decays(self, key: str) -> bool:
@@ -404,6 +405,6 @@ def check_shapes(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
     """Raise UsageError unless ``params``, of a checkpoint, have all of these arrays, in these shapes."""
     for name, shape in shapes.items():
         if name not in params:
-            raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
+            raise UsageError(f"the checkpoint has no {name!r}; {one_of(name, sorted(params))}")
         if tuple(params[name].shape) != shape:
             raise UsageError(f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {shape}")

@@ -59,6 +59,7 @@ class GroupStorage:
         is_computed = not computed_on or mesh.coordinates[PIPE] in computed_on
         self._pipe = mesh.group(PIPE) if summed.computed_on else None
         self.group, self.table, self.dtype = group, table, table[USED].dtype
+        self._stored = table.stored
         self.owners = mesh.group(summed.cut) if summed.cut else None  #: ranks that own its parts
         #: ranks that own the same part, to sum over last
         self.rest = mesh.group(over, among=stages) if over and is_computed else None
@@ -80,7 +81,7 @@ class GroupStorage:
                 self.arrays[kind] = self._allocate(table[kind], zeros)
         self.whole_parameters: Any = self.arrays[USED]
         self.sent_parameters: Any = self.arrays[SENT]
-        self.own_parameters: Array = self.arrays[table.updated.kind]
+        self.own_parameters: Array = self.arrays[UPDATED if UPDATED in table else SENT]
         self.whole_gradients: Any = self.arrays.get(GRADIENT)
         self.own_gradients: Any = self.arrays.get(SUMMED)
         self._gathering: Any = None  # a Pending, or a Future of what is read
@@ -107,11 +108,11 @@ class GroupStorage:
     @property
     def stored(self) -> slice:
         """The interval of the parameters that this rank stores between uses, and that checkpoints contain."""
-        return self.interval if self.table.stored.axes else self.group.whole
+        return self.interval if self._stored.axes else self.group.whole
 
     @property
     def stored_parameters(self) -> Array:
-        return self.arrays[self.table.stored.kind]
+        return self.arrays[self._stored.kind]
 
     # --- parameters --------------------------------------------------------------------------------------
 
@@ -121,8 +122,8 @@ class GroupStorage:
         Ranks of one node that store the same parameters fill a part each, and begin to gather the other parts. Between
         nodes the transfer would take longer than the computation.
         """
-        row = self.table.stored
-        replicas = None if row.axes or row.place != MEMORY else self.owners or self.rest
+        is_whole = not self._stored.axes and self._stored.place == MEMORY
+        replicas = (self.owners or self.rest) if is_whole else None
         if replicas is None or len(set(replicas.comm.hosts)) > 1:
             fill(self.stored, self.stored_parameters)
             return None
@@ -136,7 +137,7 @@ class GroupStorage:
         """Begin to gather the whole parameters, unless they are present or in flight."""
         if self.whole_parameters is None:
             self.whole_parameters = self.empty(self.group.size, self.dtype)
-            in_memory = self.table.updated.place == MEMORY
+            in_memory = self._stored.place == MEMORY
             self._gathering = self._start_all_gather(self.sent_parameters) if in_memory else self._start_read()
 
     def _start_read(self) -> Future[Array]:
@@ -148,7 +149,7 @@ class GroupStorage:
         """Wait until the whole parameters are present."""
         if self._gathering is None:
             return
-        if self.table.updated.place == MEMORY:
+        if self._stored.place == MEMORY:
             self._gathering.wait()
         elif self.owners:
             self._start_all_gather(rounded(self._gathering.result(), self.dtype)).wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd_engine.arrays.attention import HIDDEN, attend_to_all, attend_to_keys, causal_attention, merge_parts
@@ -25,11 +25,12 @@ class Cache:
     and its pipeline stage; all ranks must make the same calls.
     """
 
-    def __init__(self) -> None:
-        self._columns: dict[int | None, Columns] = {}  # by the window of their layers
+    def __init__(self, lengths: Sequence[int] | None = None) -> None:
+        """``lengths`` of sequences whose columns are added next: see ``unpack_cache``."""
+        self.by_window: dict[int | None, Columns] = {}  #: the columns of all layers with the same window
         self._places: Array | None = None  # positions of the current call's columns
         self.rotations: dict[Rotary, Rotation] = {}  #: rotations of that call's positions
-        self._lengths: list[int] | None = None
+        self._lengths = list(lengths) if lengths is not None else None
         self._growth: list[int] = []  # by sequence: new positions of that call, on all ranks
 
     @property
@@ -48,14 +49,14 @@ class Cache:
     def add_empty(self, sequences: int) -> None:
         """Append empty sequences."""
         self._lengths = self.lengths + [0] * sequences
-        for columns in self._columns.values():
+        for columns in self.by_window.values():
             columns.add_empty(sequences)
 
     def begin(self, places: Array, growth: Sequence[int]) -> None:
         """Begin a call of the model. It appends columns with the positions places[b s] on this rank (HIDDEN: none), and
         ``growth`` positions to each sequence, on all ranks."""
         self.check(len(places))
-        for columns in self._columns.values():
+        for columns in self.by_window.values():
             columns.begin(places, self.lengths)
         self._places, self._growth, self.rotations = places, list(growth), {}
 
@@ -66,10 +67,10 @@ class Cache:
 
     def columns(self, window: int | None) -> Columns:
         """The columns of layers with this window, in the current call."""
-        if window not in self._columns:  # in the first call
-            self._columns[window] = Columns(window)
-            self._columns[window].begin(self._places, self.lengths)
-        return self._columns[window]
+        if window not in self.by_window:  # in the first call
+            self.by_window[window] = Columns(window)
+            self.by_window[window].begin(self._places, self.lengths)
+        return self.by_window[window]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the sequences with these numbers, in this order; a number may be repeated."""
@@ -78,8 +79,8 @@ class Cache:
             return
         self._lengths = [self.lengths[row] for row in rows]
         if not rows:  # new sequences begin without hidden columns
-            self._columns = {}
-        for columns in self._columns.values():
+            self.by_window = {}
+        for columns in self.by_window.values():
             columns.select(rows)
 
     def truncate(self, length: int | Sequence[int]) -> None:
@@ -91,9 +92,9 @@ class Cache:
         if not self._lengths or all(limit >= current for limit, current in zip(limits, self.lengths, strict=True)):
             return
         limits = [min(pair) for pair in zip(limits, self.lengths, strict=True)]
-        for columns in self._columns.values():
+        for columns in self.by_window.values():
             columns.check_cut(limits)
-        for columns in self._columns.values():
+        for columns in self.by_window.values():
             columns.cut(backend_of(columns.places).xp.asarray(limits))
         self._lengths = limits
 
@@ -102,8 +103,8 @@ class Cache:
         """A new cache with the sequences of several caches, in this order."""
         result = cls()
         result._lengths = [length for cache in caches for length in cache.lengths]
-        for window in caches[0]._columns:
-            result._columns[window] = Columns.joined([cache._columns[window] for cache in caches])
+        for window in caches[0].by_window:
+            result.by_window[window] = Columns.joined([cache.by_window[window] for cache in caches])
         return result
 
 
@@ -167,7 +168,7 @@ class Columns:
         self.window = window
         self._room: dict[str, list[Array]] = {}  # by layer: arrays[b t ...], of which the first columns are used
         self._places: Any = None  # [b t]: the position of each column in its sequence; HIDDEN: none
-        self._dropped: list[int] = []  # by sequence: the number of its first positions that were dropped
+        self.dropped: list[int] = []  #: by sequence: the number of its first positions that were dropped
         self.used = 0  #: columns, with those of the current call
         self._first = 0  # position of the first column, if columns are consecutive
         self.consecutive = True  #: whether columns are consecutive positions of all sequences, none hidden
@@ -184,7 +185,7 @@ class Columns:
         if self.used > WASTE * needed:
             self._drop(lengths)
         if self._places is None:
-            self._places, self._dropped = xp.full(places.shape, HIDDEN, xp.int64), [0] * len(places)
+            self._places, self.dropped = xp.full(places.shape, HIDDEN, xp.int64), [0] * len(places)
         if self.used == 0:
             self._first, self.consecutive = int(places[0, 0]) if places.size else 0, True
         before, self.used = self.used, self.used + new
@@ -212,7 +213,7 @@ class Columns:
             return
         rows, self.consecutive = len(self._places) + sequences, False
         self._places = _enlarged(self._places, rows, self._places.shape[1], HIDDEN)
-        self._dropped += [0] * sequences
+        self.dropped += [0] * sequences
         for layer, arrays in self._room.items():
             self._room[layer] = [_enlarged(x, rows, x.shape[1], 0) for x in arrays]  # hidden values must be finite
 
@@ -221,13 +222,13 @@ class Columns:
         if self._places is None:
             return
         self._places = self._places[rows]
-        self._dropped = [self._dropped[row] for row in rows]
+        self.dropped = [self.dropped[row] for row in rows]
         for layer, arrays in self._room.items():
             self._room[layer] = [array[rows] for array in arrays]
 
     def check_cut(self, limits: Sequence[int]) -> None:
         """Raise UsageError if a sequence truncated to its limit would need dropped positions."""
-        for limit, dropped in zip(limits, self._dropped, strict=True):
+        for limit, dropped in zip(limits, self.dropped, strict=True):
             if self.window and dropped and 0 < limit < dropped + self.window - 1:
                 raise UsageError(
                     f"a cached sequence cannot be truncated to {limit} positions: its first {dropped}, beyond a "
@@ -239,7 +240,7 @@ class Columns:
         if self._places is None:
             return
         self._places[self._places >= limits[:, None]] = HIDDEN
-        self._dropped = [min(pair) for pair in zip(self._dropped, limits.tolist(), strict=True)]
+        self.dropped = [min(pair) for pair in zip(self.dropped, limits.tolist(), strict=True)]
         self._compact()
 
     def _drop(self, lengths: Sequence[int]) -> None:
@@ -248,7 +249,7 @@ class Columns:
             xp = backend_of(self._places).xp
             dropped = [max(0, length - self.window + 1) for length in lengths]
             self._places[self._places < xp.asarray(dropped, xp.int64)[:, None]] = HIDDEN
-            self._dropped = [max(pair) for pair in zip(self._dropped, dropped, strict=True)]
+            self.dropped = [max(pair) for pair in zip(self.dropped, dropped, strict=True)]
         self._compact()
 
     def _compact(self) -> None:
@@ -261,8 +262,30 @@ class Columns:
         self._places = xp.ascontiguousarray(places[rows, order])
         for layer, arrays in self._room.items():
             self._room[layer] = [array[rows, order] for array in arrays]
-        self._first = int(self._places[0, 0]) if self.used else 0
+        self._learn_order()
+
+    def _learn_order(self) -> None:
+        """Whether all columns are used, and consecutive."""
+        xp = backend_of(self._places).xp
+        self._first = int(self._places[0, 0]) if self._places.size else 0
         self.consecutive = bool((self._places == xp.arange(self._first, self._first + self.used)).all())
+
+    def packed(self) -> tuple[list[list[int]], dict[str, list[Array]]]:
+        """The positions of each sequence, ascending, and arrays[b t ...] by layer; hidden columns come last."""
+        self._compact()
+        positions = [[place for place in row if place < HIDDEN] for row in self.places.tolist()]
+        return positions, {layer: [x[:, : self.used] for x in arrays] for layer, arrays in self._room.items()}
+
+    @classmethod
+    def of(
+        cls, window: int | None, places: Array, dropped: Sequence[int], room: Mapping[str, Sequence[Array]]
+    ) -> Columns:
+        """Columns with these places[b t], and with arrays[b t ...] by layer."""
+        result = cls(window)
+        result._places, result.dropped, result.used = places, list(dropped), places.shape[1]
+        result._room = {layer: list(arrays) for layer, arrays in room.items()}
+        result._learn_order()
+        return result
 
     @classmethod
     def joined(cls, several: Sequence[Columns]) -> Columns:
@@ -271,7 +294,7 @@ class Columns:
         xp = backend_of(several[0]._places).xp
         places = [columns.places for columns in several]
         result._places = xp.concatenate([_enlarged(x, len(x), most, HIDDEN) for x in places])
-        result._dropped = [dropped for columns in several for dropped in columns._dropped]
+        result.dropped = [dropped for columns in several for dropped in columns.dropped]
         result.used, result._first = most, several[0]._first
         states = {(columns.used, columns._first, columns.consecutive) for columns in several}
         result.consecutive = states == {(most, result._first, True)}

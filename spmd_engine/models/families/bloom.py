@@ -21,5 +21,5 @@ BLOOM = Family(
     required={"apply_residual_connection_post_layernorm": False},
     ignored=("offset_alibi", "bias_dropout_fusion", "masked_softmax_fusion", "skip_bias_add", "skip_bias_add_qkv"),
     rope=None,
-    gguf=Gguf("bloom")
+    gguf=Gguf("bloom", joins_rows=True)
 )  # fmt: skip

@@ -27,6 +27,10 @@ def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
     return shape.changed(logits_divisor=1 / facts["logit_scale"])
 
 
+def _write_gguf(shape: Any) -> dict[str, Any]:
+    return {"logit_scale": 1 / shape.logits_divisor}
+
+
 _FIELDS = (
     family.SIZES | family.TIED | family.SILU | family.GROUPED | family.ATTENTION_BIAS | family.defaults(context=8192)
 )
@@ -42,7 +46,7 @@ COHERE = Family(
     rope=Rope(pairs="neighbours"),
     read=_read,
     write=_write,
-    gguf=Gguf("command-r", read=_read_gguf),
+    gguf=Gguf("command-r", read=_read_gguf, write=_write_gguf),
 )
 COHERE2 = replace(
     COHERE,
@@ -56,5 +60,5 @@ COHERE2 = replace(
     ignored=("use_parallel_embedding",),
     windows=SlidingWindow(4096, every=4, pattern=True, rotary_only="always"),
     read=_read_cohere2,
-    gguf=Gguf("cohere2", window=4096, read=_read_gguf)
+    gguf=Gguf("cohere2", window=4096, read=_read_gguf, write=_write_gguf)
 )  # fmt: skip

@@ -55,5 +55,10 @@ FALCON = Family(
     rope=Rope(),
     read=_read,
     write=_write,
-    gguf=Gguf("falcon", modules={"attention/norm": "attn_norm_2", "mlp/norm": "attn_norm"}, read=_read_gguf)
+    gguf=Gguf(
+        "falcon",
+        modules={"attention/norm": "attn_norm_2", "mlp/norm": "attn_norm"},
+        joins_rows=True,
+        read=_read_gguf,
+    )
 )  # fmt: skip

@@ -82,8 +82,11 @@ class Gguf:
     ignored: tuple[str, ...] = ()  #: metadata that changes nothing up to the context
     window: int | None = None  #: the default window; None: files have no window
     modules: Modules = field(default_factory=dict)  #: tensors with different names
+    joins_rows: bool = False  #: whether queries, keys and values are in one tensor
     #: Reads the remaining fields from metadata and tensors.
     read: Callable[[Config, Mapping[str, Any], DecoderConfig], DecoderConfig] | None = None
+    #: Returns the metadata of the fields that ``read`` reads.
+    write: Callable[[DecoderConfig], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

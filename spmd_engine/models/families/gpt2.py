@@ -33,5 +33,5 @@ GPT2 = Family(
     rope=None,
     read=lambda config, shape: shape.changed(key_value_heads=None),
     write=_write,
-    gguf=Gguf("gpt2"),
+    gguf=Gguf("gpt2", joins_rows=True),
 )

@@ -69,6 +69,10 @@ def _read_neox_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
     return shape.changed(parallel=parallel, activation="gelu-erf")
 
 
+def _write_neox_gguf(shape: Any) -> dict[str, Any]:
+    return {"use_parallel_residual": shape.parallel == "two-norms"}
+
+
 GPT_NEOX = Family(
     "gpt_neox",
     "(Pythia) layer norms, rotary positions of a part of each head, attention and perceptron side by side",
@@ -87,7 +91,7 @@ GPT_NEOX = Family(
     rope=Rope(part=0.25, theta_field="rotary_emb_base", part_field="rotary_pct"),
     read=read_parallel,
     write=write_parallel,
-    gguf=Gguf("gptneox", read=_read_neox_gguf)
+    gguf=Gguf("gptneox", joins_rows=True, read=_read_neox_gguf, write=_write_neox_gguf)
 )  # fmt: skip
 
 

@@ -65,5 +65,5 @@ MPT = Family(
     rope=None,
     read=_read,
     write=_write,
-    gguf=Gguf("mpt", values={"alibi": "attention.max_alibi_bias"}, read=_read_gguf)
+    gguf=Gguf("mpt", joins_rows=True, values={"alibi": "attention.max_alibi_bias"}, read=_read_gguf)
 )  # fmt: skip

@@ -33,5 +33,5 @@ PHI3 = Family(
     rope=Rope(part=1.0, kinds={"yarn": "longrope"}),
     windows=SlidingWindow(listed=False),
     write=_write_phi3,
-    gguf=Gguf("phi3", window=0),
+    gguf=Gguf("phi3", joins_rows=True, window=0),
 )

@@ -12,6 +12,10 @@ def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
     return shape if "blk.0.ffn_norm.weight" in tensors else shape.changed(parallel="one-norm")
 
 
+def _write_gguf(shape: Any) -> dict[str, Any]:
+    return {"use_parallel_residual": shape.parallel == "one-norm"}
+
+
 STABLELM = Family(
     "stablelm",
     "layer norms, rotary positions of a part of each head; `use_parallel_residual`: attention and perceptron behind "
@@ -24,5 +28,5 @@ STABLELM = Family(
     rope=Rope(part=0.25),
     read=read_parallel,
     write=write_parallel,
-    gguf=Gguf("stablelm", read=_read_gguf),
+    gguf=Gguf("stablelm", read=_read_gguf, write=_write_gguf),
 )

@@ -33,7 +33,7 @@ GPT_BIGCODE = Family(
     rope=None,
     read=_read_bigcode,
     write=_write_bigcode,
-    gguf=Gguf("starcoder"),
+    gguf=Gguf("starcoder", joins_rows=True),
 )
 STARCODER2 = Family(
     "starcoder2",

@@ -277,14 +277,14 @@ def _uneven_summed_parts(
     model: Model, layout: Layout, composition: ParallelConfig, axes: Mapping[str, int], itemsize: int
 ) -> list[UnevenParts]:
     """Uneven shards that several stages, or several replicas of a shard, sum shard by shard."""
-    overlap, tied = composition.storage.overlap, any(layer.tied for _, layer in model.layers)
-    if not (axes.get(PIPE, 1) > 1 and (tied or overlap)) and not (
+    holds_others, tied = composition.storage.holds_others, any(layer.tied for _, layer in model.layers)
+    if not (axes.get(PIPE, 1) > 1 and (tied or holds_others)) and not (
         composition.storage.stage(axes) and sum(size > 1 for size in axes.values()) > 1
     ):
         return []
     first = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
     differing = [axis for axis in layout.shares if axis not in BATCH]  # their groups differ in size
-    places = first.peers([*differing, *([PIPE] if overlap else [])])
+    places = first.peers([*differing, *([PIPE] if holds_others else [])])
     assignments = (composed_assignment(model, place, layout, itemsize, composition) for place in places)
     return [part for assignment in assignments for part in uneven_parts(assignment.groups, axes)]
 

@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import PlanError, UsageError
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.trainer import StepReport
-from spmd_engine.training.workload import Workload, optimizer_of
+from spmd_engine.training.workload import Workload, step_of
 
 if TYPE_CHECKING:
     from spmd_engine.planning import StepAnalysis
@@ -80,6 +81,7 @@ class FirstStepCheck(Hook):
         """The first difference, if any, and the facts for ``metrics.jsonl``. Only rank 0 imports the planner."""
         from spmd_engine.planning.machine.files import default_machine
         from spmd_engine.planning.simulator import check_prediction as check
+        from spmd_engine.planning.simulator.simulation import simulate
 
         try:
             analysis, routed = self._predict()
@@ -93,14 +95,21 @@ class FirstStepCheck(Hook):
         if differing and not self._enforced:
             logger.warning("step 1 differs from its analysis: %s", differing[0])
         resident = max(bytes for _, bytes, _ in measured)
-        facts = check.prediction_facts(analysis, default_machine)
-        facts |= {
+        facts = {
+            "bytes_sent": analysis.bytes_sent,
+            "calls": analysis.calls,
+            "peak_bytes": analysis.peak_bytes,
             "peak_bytes_by_rank": analysis.peak_bytes_by_rank(),
+            "resident_bytes": resident,
             "resident_bytes_by_rank": [resident for _, resident, _ in measured],
             "cores_by_rank": [cores for *_, cores in measured],
             "traffic": check.traffic(sums, ledgers),
+            "measured_seconds": seconds,
+            "differences": len(differing),
         }
-        facts |= {"resident_bytes": resident, "measured_seconds": seconds, "differences": len(differing)}
+        with suppress(UsageError):  # a machine with too few ranks
+            machine = default_machine()
+            facts |= {"seconds": simulate(analysis, machine).seconds, "machine": machine.name}
         if routing := check.routed_bytes(sums, ledgers, routed, analysis.axes):
             facts["routed_bytes"] = routing
         return {"differs": differing[0] if differing else "", "facts": facts}
@@ -119,19 +128,8 @@ def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | Non
         from spmd_engine.planning import analyze
         from spmd_engine.planning.simulator.check_prediction import routed_labels
 
-        analysis = analyze(
-            engine.model,
-            engine.mesh.all_axes,
-            job.composition,
-            batch_size=job.data.batch_size,
-            micro_batches=job.data.micro_batches,
-            sequence=job.data.length,
-            dtype=engine.dtype,
-            optimizer=optimizer_of(job.training),
-            layout=engine.layout,
-            nodes=engine.mesh.nodes_by_rank,
-            documents=workload.data.documents,
-        )
-        return analysis, routed_labels(engine.model)
+        shape = engine.model, engine.mesh.all_axes, job.composition
+        found = {"layout": engine.layout, "nodes": engine.mesh.nodes_by_rank, "documents": workload.data.documents}
+        return analyze(*shape, **found, **step_of(job)), routed_labels(engine.model)
 
     return FirstStepCheck(engine, predict, enforced=enforced)

@@ -72,7 +72,7 @@ class ShapedMesh(Mesh):
         self.comm = _NoCommunicator(self.rank, self.size, self.nodes[self.rank])
         self.ledger = Ledger()
         self.others: Any = _ShapedOthers(self)
-        self._options = {"check": checks, "timeout": None}
+        self.options = {"check": checks, "timeout": None}
         self._groups: dict[tuple, Group] = {}
         self._owned = []
 

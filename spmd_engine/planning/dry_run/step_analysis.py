@@ -233,6 +233,15 @@ class RankStep:
         return sum(computation.flops for computation in self.computations)
 
     @property
+    def peak_moment(self) -> str:
+        """What the rank computes at its peak."""
+        if not self.computations:
+            return "the start"
+        computation = self.computations[self.peak.computation]
+        micro_batch = computation.micro_batch
+        return computation.name + (f" of micro-batch {micro_batch}" if micro_batch is not None else "")
+
+    @property
     def bytes_sent(self) -> float:
         return sum(communication.sent for communication in self.communications)
 

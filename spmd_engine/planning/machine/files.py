@@ -37,8 +37,8 @@ def parse_machine(text: str, where: str = "machine") -> Machine:
     with reading(f"{where}: invalid TOML"):
         content = parse_toml(text)
     match content:  # the link between nodes may be missing if there is one node
-        case {"nodes": [{"inside": inside} as node]} if node.get("count", 1) == 1:
-            content = {"between": inside, **content}
+        case {"nodes": [{**node}]} if node.get("count", 1) == 1:
+            content = {"between": node.get("inside", _UNUSED), **content}
     readers = {"nodes": _list(_node_kind), "pairs": _links_of_pairs, "topology": _topology}
     machine = Machine.from_json(_with(content, where, **readers), where)
     _check(machine, where)
@@ -62,6 +62,9 @@ def _list(read: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple]:
         return tuple(read(value, f"{where}[{number}]") for number, value in enumerate(values))
 
     return read_all
+
+
+_UNUSED = {"latency": 0.0, "bandwidth": 1e12}  #: a link that is not written: that between the ranks of one rank's node
 
 
 def _positive(value: Any, where: str) -> float:
@@ -109,7 +112,8 @@ def _speeds(table: Any, where: str) -> dict[str, Curve]:
 
 def _node_kind(table: Any, where: str) -> NodeKind:
     content = _with(table, where, speeds=_speeds, memory_bandwidth=_curve)
-    return NodeKind.from_json({"count": 1, **content, "cores": content.get("cores") or None}, where)
+    alone = {"inside": _UNUSED} if content.get("ranks") == 1 else {}
+    return NodeKind.from_json({"count": 1, **alone, **content, "cores": content.get("cores") or None}, where)
 
 
 def _links_of_pairs(tables: Any, where: str) -> dict[tuple[int, int], Link]:

@@ -163,6 +163,17 @@ def _time_turns(mesh: Mesh, act: Act, seconds: float, backend: Backend) -> list[
     return turns
 
 
+def turns_of(act: Act, begin: Act = lambda: None, turns: int = REPEATS, clock: Clock = perf_counter) -> list[float]:
+    """Seconds of each of several turns of an act; ``begin`` is called before each, such as a barrier."""
+    seconds = []
+    for _ in range(turns):
+        begin()
+        began = clock()
+        act()
+        seconds.append(clock() - began)
+    return seconds
+
+
 def launch_and_wait(backend: Backend) -> tuple[float, float]:
     """Seconds in which the host launches a tiny kernel, and in which it reads a number of an idle device; 0 on a
     host."""
@@ -238,16 +249,14 @@ def _measure_disk(mesh: Mesh, folder: str) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     speeds, buffer = [], file.take_buffer()
     for writes in (True, False):
-        turns = []
-        for _ in range(TURNS):
-            mesh.barrier()
-            began = perf_counter()
+
+        def move(writes: bool = writes) -> None:
             starts = range(place, place + DISK, PIECE)
             for moved in [file.submit(file.transfer, start, buffer, writes=writes) for start in starts]:
                 moved.result()
             mesh.barrier()  # a rank alone is faster
-            turns.append(perf_counter() - began)
-        speeds.append(DISK / median(turns[1:]))  # the first writes also allocate
+
+        speeds.append(DISK / median(turns_of(move, mesh.barrier, TURNS)[1:]))  # the first writes also allocate
     arrays, began = deque([np.ones(BLOCK, np.uint8) for _ in range(DISK // BLOCK // 8)]), thread_time()
     for first in range(place, place + DISK, BLOCK):  # arrays that are not cached, and new memory, as in a step
         file.write_all(first, arrays.popleft())
@@ -290,38 +299,22 @@ def measure_pair(mesh: Mesh, a: int, b: int) -> tuple[float, float]:
     times = np.zeros(2)
     for place, size in enumerate((SMALL, LARGE)):
         x = np.zeros(size, np.uint8)
+        there_and_back = {
+            a: lambda x=x: (world.send(b, x), world.receive(b)),
+            b: lambda x=x: (world.receive(a), world.send(a, x)),
+        }
         world.barrier()
-        if mesh.rank in (a, b):
-            turns = []
-            for _ in range(REPEATS):
-                began = perf_counter()
-                if mesh.rank == a:
-                    world.send(b, x)
-                    world.receive(b)
-                else:
-                    world.receive(a)
-                    world.send(a, x)
-                turns.append((perf_counter() - began) / 2)
-            times[place] = min(turns[1:])
+        if mesh.rank in there_and_back:
+            times[place] = min(turns_of(there_and_back[mesh.rank])[1:]) / 2
     small, large = world.broadcast(times if mesh.rank == a else None, a).tolist()
     return small, LARGE / max(large - small, large / 2)  # ranks that take turns: small messages may take as long
 
 
 def _measure_copies(mesh: Mesh) -> Link:
     """The link with latency and bandwidth of an all_reduce, in which cores move the bytes. Collective."""
-    x = np.ones(LARGE, np.float32)
-    world = mesh.group()
-    turns = []
-    for _ in range(REPEATS):
-        world.barrier()
-        began = process_time()
-        world.all_reduce(x)
-        turns.append(process_time() - began)
+    world, x, tiny = mesh.group(), np.ones(LARGE, np.float32), np.ones(1, np.float32)
+    turns = turns_of(lambda: world.all_reduce(x), world.barrier, clock=process_time)
     took = float(world.all_reduce(np.array(min(turns)), "max"))
-    tiny, waits = np.ones(1, np.float32), []
-    for _ in range(TINY):
-        began = perf_counter()
-        world.all_reduce(tiny)
-        waits.append(perf_counter() - began)
+    waits = turns_of(lambda: world.all_reduce(tiny), turns=TINY)
     latency = float(world.all_reduce(np.array(median(waits)), "max"))
     return Link(latency, 2 * x.nbytes / took, by_copy=True)

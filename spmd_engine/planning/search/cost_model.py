@@ -6,6 +6,7 @@ parallelism, rows and columns of images), not those that only repeat them (data,
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from copy import copy
 from dataclasses import replace
@@ -47,7 +48,6 @@ from spmd_engine.sharding.layout import Layout
 #: Samples of a micro-batch per rank for which layers are dry run; other costs are interpolated linearly.
 SAMPLES = (1, 8)
 Costs = tuple[dict[str, LayerCosts], float]  #: costs of layers by name; the optimizer's seconds per element
-Find = Callable[[Mapping[str, int], Candidate, int], Costs]  #: finds costs on a small mesh, for a number of samples
 STATES = ("parameters", "gradients", "optimizer state")
 #: The fields of ``LayerCosts`` that hold the seconds of each phase.
 _SECONDS = {
@@ -69,11 +69,11 @@ class CostModel:
         sequence: int | None = None,
         optimizer: Optimizer | None = None,
         base: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
-        overlap: bool = True,
+        hides_sums: bool = True,
     ) -> None:
-        """``overlap``: whether the reduction of gradients overlaps with the last backward, as in the engine."""
+        """``hides_sums``: whether gradients are reduced while the last backward runs, as in the engine."""
         self.model, self.machine, self.sequence, self.base = model, machine, sequence, base
-        self.dtype, self.optimizer, self.overlap = dtype_of(dtype), optimizer or AdamW(), overlap
+        self.dtype, self.optimizer, self.hides_sums = dtype_of(dtype), optimizer or AdamW(), hides_sums
         self.states = len(self.optimizer.kinds)  #: arrays of optimizer state per parameter
         self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
         self.small, self.like = reduced(model)
@@ -113,7 +113,7 @@ class CostModel:
         """The layers under the candidate's ZeRO stage, and the seconds of the optimizer for an element; None if the
         model cannot be sharded so."""
         try:
-            costs, update = (self.bounds if first else self.costs)(candidate)
+            costs, update = self.costs(candidate, first)
         except SpmdError as error:
             self._refusal = error
             return None
@@ -165,14 +165,18 @@ class CostModel:
 
     # --- costs of layers
 
-    def costs(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
+    def costs(self, candidate: Candidate, first: bool = False) -> tuple[list[LayerCosts], float]:
         """The costs of each layer as the candidate shards it, and the seconds of the optimizer and the gradient norm
-        per element that a rank updates. Equal layers have one name."""
-        return self._list_costs(self._find_sharded, candidate)
+        per element that a rank updates. Equal layers have one name.
 
-    def bounds(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
-        """Lower bounds of ``costs``: those of equal shares of unsharded layers, without communication inside them."""
-        return self._list_costs(self._find_unsharded, candidate)
+        ``first``: lower bounds of these, the costs of equal shares of unsharded layers without communication inside.
+        """
+
+        def listed() -> tuple[list[LayerCosts], float]:
+            costs, update = self._interpolate(candidate, candidate.samples, first)
+            return [costs[self.like[name]] for name, _ in self.model.layers], update
+
+        return self.once(("listed", *self._key(candidate, candidate.samples), first), listed)
 
     def shards_layers(self, candidate: Candidate) -> bool:
         """Whether the candidate shards layers; if not, ``costs`` needs no more dry runs than ``bounds``."""
@@ -183,50 +187,33 @@ class CostModel:
         outer = (PIPE, "replicate", "shard") if self._has_images else (PIPE, "data", "replicate", "shard")
         return {axis: size for axis, size in candidate.axes if axis not in outer and size > 1}
 
-    def _list_costs(self, find: Find, candidate: Candidate) -> tuple[list[LayerCosts], float]:
-        """The costs of each layer of the model, from those of the equal layer of the small model."""
-        inner = self._inner_axes(candidate)
+    def _key(self, candidate: Candidate, samples: int) -> tuple:
+        """What a dry run of the small model depends on."""
+        inner = tuple(self._inner_axes(candidate).items())
+        return inner, candidate.sequence_parallel, candidate.context_method, samples
 
-        def listed() -> tuple[list[LayerCosts], float]:
-            costs, update = self._interpolate(find, inner, candidate, candidate.samples)
-            return [costs[self.like[name]] for name, _ in self.model.layers], update
-
-        return self.once(("listed", *self._key(find, inner, candidate, candidate.samples)), listed)
-
-    @staticmethod
-    def _key(find: Find, inner: Mapping[str, int], candidate: Candidate, samples: int) -> tuple:
-        options = candidate.sequence_parallel, candidate.context_method
-        return find.__name__, tuple(inner.items()), *options, samples
-
-    def _interpolate(self, find: Find, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
+    def _interpolate(self, candidate: Candidate, samples: int, first: bool) -> Costs:
         """Costs for a number of samples: by a dry run, or by linear interpolation between two."""
         if samples in SAMPLES:
-            key = "costs", *self._key(find, inner, candidate, samples)
-            return self.once(key, lambda: find(inner, candidate, samples))
+            key = "costs", *self._key(candidate, samples), first
+            return self.once(key, lambda: self._find(candidate, samples, first))
         above = min((n for n in SAMPLES if n > samples), default=SAMPLES[-1])
         low = max(n for n in SAMPLES if n < above)
-        (few, _), (many, update) = (self._interpolate(find, inner, candidate, n) for n in (low, above))
+        (few, _), (many, update) = (self._interpolate(candidate, n, first) for n in (low, above))
         share = (samples - low) / (above - low)
         return {name: between(few[name], many[name], share) for name in few}, update
 
-    def _find_sharded(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
-        """Costs of layers that are sharded over ``inner``."""
-        analysis = self._analyze(inner, candidate, samples)
-        step = max((rank_class.step for rank_class in analysis.classes), key=lambda step: step.flops)
-        position = MeshPosition(dict(inner) or {"data": 1}, dict(step.coordinates))
-        return self._costs(step, position, candidate, samples)
-
-    def _find_unsharded(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
-        """Costs of an equal share of unsharded layers, without saved memory, which either of two layers may count."""
-        plain = replace(candidate, sequence_parallel=False, context_method=None)
-        step = self._analyze({}, plain, samples).classes[0].step
-        position = MeshPosition(dict(inner), dict.fromkeys(inner, 0))
-        return self._costs(step, position, candidate, samples, _shard_count(inner))
-
-    def _costs(
-        self, step: RankStep, position: MeshPosition, candidate: Candidate, samples: int, parts: int = 1
-    ) -> Costs:
-        """Costs of a step, or of one of its ``parts``."""
+    def _find(self, candidate: Candidate, samples: int, first: bool) -> Costs:
+        """Costs by a dry run; a ``first`` bound has no saved memory, which either of two layers may count."""
+        inner = self._inner_axes(candidate)
+        if first:
+            plain = replace(candidate, axes=(), sequence_parallel=False, context_method=None)
+            step, parts = self._analyze(plain, samples).classes[0].step, _shard_count(inner)
+            position = MeshPosition(inner, dict.fromkeys(inner, 0))
+        else:
+            classes, parts = self._analyze(candidate, samples).classes, 1
+            step = max((rank_class.step for rank_class in classes), key=lambda step: step.flops)
+            position = MeshPosition(inner or {"data": 1}, dict(step.coordinates))
         layout = layout_for(self.small, position, sequence_parallel=candidate.sequence_parallel)
         costs = self._layer_costs(step, position, layout, candidate, samples, parts)
         if self.machine.heterogeneous and not self.seconds_by_node:
@@ -249,8 +236,8 @@ class CostModel:
                 seconds[node.name] = work * node.contention
         return seconds
 
-    def _analyze(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> StepAnalysis:
-        key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, samples
+    def _analyze(self, candidate: Candidate, samples: int) -> StepAnalysis:
+        key, inner = self._key(candidate, samples), self._inner_axes(candidate)
         if key not in self.analyses:
             composition = ParallelConfig(
                 sequence_parallel=candidate.sequence_parallel, context_method=candidate.context_method
@@ -273,7 +260,7 @@ class CostModel:
         self, step: RankStep, position: MeshPosition, layout: Layout, candidate: Candidate, samples: int, parts: int
     ) -> list[LayerCosts]:
         names = [name for name, _ in self.small.layers]
-        costs: dict[str, dict[str, Any]] = {name: dict.fromkeys(_SECONDS.values(), 0.0) for name in names}
+        costs: dict[str, dict[str, Any]] = {name: defaultdict(int) for name in names}
         launched: dict[tuple[str, str], float] = {}  # seconds of a device's host, for any number of parts
         for computation in step.computations:
             layer, phase = computation.layer, computation.phase
@@ -287,8 +274,7 @@ class CostModel:
                 before = launched.get((layer, phase), time.host)
                 launched[layer, phase] = before + (time.launches if parts == 1 else 0.0)  # a shard may have fewer
         for (layer, phase), seconds in launched.items():
-            field = "host_forward" if phase == Phases.FORWARD else "host_backward"
-            costs[layer][field] = costs[layer].get(field, 0.0) + seconds
+            costs[layer]["host_forward" if phase == Phases.FORWARD else "host_backward"] += seconds
         if parts == 1:
             self._add_communication(costs, step, candidate)
             _add_memory(costs, step)
@@ -306,14 +292,13 @@ class CostModel:
             if computation.phase in (Phases.UPDATE, Phases.NORM) or call.begins >= len(computations):
                 continue
             fields = costs[computation.layer or self.small.layers[-1][0]]
-            direction = (
-                "backward" if computation.phase in (Phases.BACKWARD_INPUT, Phases.BACKWARD_WEIGHTS) else "forward"
-            )
+            is_backward = computation.phase in (Phases.BACKWARD_INPUT, Phases.BACKWARD_WEIGHTS)
+            direction = "backward" if is_backward else "forward"
             ranks = first_group(candidate.axes, call.axes.split(","))
             seconds = self.collectives.of(call.operation, ranks, call.whole_bytes).seconds
             hidden = sum(self.compute.of(0, c).seconds for c in computations[call.begins : call.ends])
-            fields[f"inside_{direction}"] = fields.get(f"inside_{direction}", 0.0) + max(seconds - hidden, 0.0)
-            fields[f"sent_{direction}"] = fields.get(f"sent_{direction}", 0) + call.sent
+            fields[f"inside_{direction}"] += max(seconds - hidden, 0.0)
+            fields[f"sent_{direction}"] += call.sent
 
     def _add_outputs(
         self, costs: Mapping[str, dict[str, Any]], place: MeshPosition, layout: Layout, samples: int

@@ -107,6 +107,8 @@ class Estimator:
         self.table = array_table(candidate.zero, sharded_axes, model.dtype, places=candidate.places)
         self.itemsize = model.dtype.itemsize
         self.wide = accumulated_in(model.dtype).itemsize  #: of a gradient, and of what the optimizer updates
+        self.node = model.machine.nodes[0]
+        self.neighbours = min(candidate.ranks, self.node.ranks)  #: ranks on a node
 
     # --- bounds
 
@@ -119,44 +121,32 @@ class Estimator:
         T = (r W / v) / (1 - (1 - r / (v m))^p).
         """
         layers, p = self.layers, self.pipe
-        work = self.m * self.layers.whole
+        work = self.m * layers.whole
         seconds = work / p if self.slowdowns is None else work / float((1 / self.slowdowns).sum())
         if p > 1 and self.slowdowns is None:
-            path = self.layers.path / self.candidate.chunks
+            path = layers.path / self.candidate.chunks
             share = min(path / work, 1.0) if work else 0.0
             seconds = path / (1 - (1 - share) ** p) if share > 1e-9 else seconds
         quickest = 1.0 if self.slowdowns is None else float(self.slowdowns.min())
         seconds = max(seconds, self._contended_seconds(quickest * work / p))
         if p == 1:
-            seconds += self._exposed_seconds(self._undivided, quickest * self.layers.before[:, -1:])
+            undivided = self.model.once(("undivided", id(layers)), lambda: StageSums(layers, (0,), 1))
+            seconds += self._exposed_seconds(undivided, quickest * layers.before[:, -1:])
         elements = layers.own_elements / p
         kept = 0.0 if "activations" in self.candidate.places else layers.all_kept / p
         return seconds + self._update_seconds(elements), elements * self._element_bytes() + kept
 
     def _disk_seconds(self, size: float, loaded: float = 0.0) -> float:
         """Seconds in which the ranks of a node each write ``size`` bytes and read them again, and read ``loaded``."""
-        node = self.model.machine.nodes[0]
-        return min(self.candidate.ranks, node.ranks) * node.disk_seconds(size + loaded, size)
-
-    def _copy_seconds(self, size: float) -> float:
-        node = self.model.machine.nodes[0]
-        return node.copy_seconds(min(self.candidate.ranks, node.ranks), size)
+        return self.neighbours * self.node.disk_seconds(size + loaded, size)
 
     def _contended_seconds(self, work: float) -> float:
         """The least seconds if each rank works for ``work`` seconds, where ranks share cores."""
-        node = self.model.machine.nodes[0]
-        if node.cores is None:
-            return work
-        return work * max(1.0, min(self.candidate.ranks, node.ranks) / node.cores)
+        return work if self.node.cores is None else work * max(1.0, self.neighbours / self.node.cores)
 
     def _element_bytes(self) -> float:
         """Bytes that a rank stores between steps for each parameter."""
         return sum(self._stored_bytes(1.0).values())
-
-    @property
-    def _undivided(self) -> StageSums:
-        """All layers as one stage."""
-        return self.model.once(("undivided", id(self.layers)), lambda: StageSums(self.layers, (0,), 1))
 
     # --- stages
 
@@ -259,10 +249,10 @@ class Estimator:
         own = float(division.elements.max()) / (self.shards if self.candidate.zero >= 3 else 1)
         if "activations" in self.candidate.places:
             moved = self.m * float(division.kept.sum()) / self.pipe
-            seconds = max(seconds + self._copy_seconds(2 * moved), self._disk_seconds(moved))
+            seconds = max(seconds + self.node.copy_seconds(self.neighbours, 2 * moved), self._disk_seconds(moved))
         if "parameters" in self.candidate.places:  # they are read twice
             moved = 2 * self.m * own * self.wide
-            seconds = max(seconds + self._copy_seconds(moved), self._disk_seconds(0.0, moved))
+            seconds = max(seconds + self.node.copy_seconds(self.neighbours, moved), self._disk_seconds(0.0, moved))
         exposed = self._exposed_seconds(division, costs) + self._tied_seconds(division)
         exposed += self._overlap_seconds(division)
         update = self._update_seconds(float((division.elements + division.only_held).max()))
@@ -326,7 +316,7 @@ class Estimator:
             seconds = counts[0] * gather + counts[1] * scatter + counts[2] * reduce
         elif zero < 2:
             last = division.by_stage(costs[1] + costs[2])
-            hidden = last * (1 - 1 / division.counts) * self.model.overlap
+            hidden = last * (1 - 1 / division.counts) * self.model.hides_sums
             seconds = np.maximum(scatter * counts[1] + reduce * counts[2] - hidden, 0.0) + gather * counts[0]
         else:
             seconds = comm["last reduce_scatter"][0, division.starts[: self.pipe]] + (gather if zero == 2 else 0.0)

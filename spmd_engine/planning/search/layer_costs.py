@@ -22,9 +22,9 @@ class LayerCosts:
     """The costs of one layer, on a rank with its shard of a micro-batch."""
 
     name: str
-    forward: float  #: seconds of work
-    backward_input: float
-    backward_weights: float
+    forward: float = 0.0  #: seconds of work
+    backward_input: float = 0.0
+    backward_weights: float = 0.0
     inside_forward: float = 0.0  #: seconds of exposed communication inside the layer: tensor and context parallel
     inside_backward: float = 0.0
     sent_forward: float = 0  #: bytes that the rank sends in the layer

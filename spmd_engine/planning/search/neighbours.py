@@ -196,7 +196,7 @@ def uneven_stages(plans: PlanSearch) -> Iterator[list[Candidate]]:
     """The candidates of each mesh and division of layers."""
     space = plans.space
     for ranks in sorted(ranks for ranks in set(space.ranks) if ranks <= MOST_RANKS):
-        machine = plans.request.machine.with_ranks(ranks).placed(space.order)
+        machine = plans.request.machine.with_ranks(ranks).placed(space.base.order)
         nodes = [len(list(group)) for _, group in groupby(machine.node_numbers)]
         for several in _by_mesh(replace(space, ranks=[ranks], nodes=nodes)):
             for stages in [space.stages] if space.stages else _divisions(plans, several[0]):
@@ -208,7 +208,7 @@ def assigned_stages(plans: PlanSearch) -> Iterator[list[Candidate]]:
     which no other rank lacks memory."""
     request, axes = plans.request, plans.space.axes or axes_that_shard(plans.space.model)
     space = replace(plans.space, axes=[axis for axis in axes if axis in (*BATCH, PIPE)])
-    for ranks in sorted(ranks for ranks in set(space.ranks) if 1 < ranks <= MOST_RANKS and space.order is None):
+    for ranks in sorted(ranks for ranks in set(space.ranks) if 1 < ranks <= MOST_RANKS and space.base.order is None):
         node_numbers = request.machine.with_ranks(ranks).node_numbers[1:]  # rank 0 writes the run's files
         taken = {number: rank for rank, number in enumerate(node_numbers, 1)}  # one of each node
         for several, rank in product(_by_mesh(replace(space, ranks=[ranks - 1])), taken.values()):

@@ -6,7 +6,7 @@ assignment, solved approximately by annealing or a genetic search.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import exp, inf
@@ -174,19 +174,19 @@ def _anneal(tasks: Tasks, turns: int, random: Random) -> Places:
 
 
 def _change_at_random(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places, random: Random) -> Places:
-    at = list(current)
     group = random.choice(groups)
     if random.random() < 0.5 or len(groups) < 2:
-        node = random.randrange(tasks.nodes)
+        return _moved(current, {group: random.randrange(tasks.nodes)})
+    other = random.choice(groups)
+    return _moved(current, {group: current[other[0]], other: current[group[0]]})
+
+
+def _moved(current: Places, to: Mapping[tuple[int, ...], int]) -> Places:
+    """The placement with groups of tasks on other nodes."""
+    at = list(current)
+    for group, node in to.items():
         for t in group:
             at[t] = node
-    else:
-        other = random.choice(groups)
-        mine, theirs = at[group[0]], at[other[0]]
-        for t in group:
-            at[t] = theirs
-        for t in other:
-            at[t] = mine
     return tuple(at)
 
 
@@ -199,11 +199,11 @@ def _descend(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places) -
 def _list_moves(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places) -> Iterator[Places]:
     for number, group in enumerate(groups):
         for node in range(tasks.nodes):
-            yield tuple(node if t in group else at for t, at in enumerate(current))
+            yield _moved(current, {group: node})
         for other in groups[number + 1 :]:
             mine, theirs = current[group[0]], current[other[0]]
             if mine != theirs:
-                yield tuple(theirs if t in group else mine if t in other else at for t, at in enumerate(current))
+                yield _moved(current, {group: theirs, other: mine})
 
 
 def evolved(tasks: Tasks, *, generations: int = 1000, population: int = 100, seed: int = 0) -> Places:
@@ -220,12 +220,7 @@ def evolved(tasks: Tasks, *, generations: int = 1000, population: int = 100, see
         children = []
         while len(survivors) + len(children) < population:
             parent, other_parent = random.choice(survivors), random.choice(survivors)
-            child = list(parent)
-            for group in groups:
-                if random.random() < 0.5:
-                    for t in group:
-                        child[t] = other_parent[t]
-            mutated = tuple(child)
+            mutated = _moved(parent, {group: other_parent[group[0]] for group in groups if random.random() < 0.5})
             for _ in range(random.randrange(3)):
                 mutated = _change_at_random(tasks, groups, mutated, random)
             children.append(mutated if tasks.fits(mutated) else parent)

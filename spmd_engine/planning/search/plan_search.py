@@ -28,11 +28,11 @@ from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.improve import SIMULATION, Budget, improved
 from spmd_engine.planning.search.reasons import (
     Conflict,
+    Constraints,
     conflict_of,
     gain_of_order,
     gains_of_choices,
     gains_of_shares,
-    relaxed,
 )
 from spmd_engine.planning.search.search import (
     LIMITS,
@@ -79,21 +79,11 @@ class PlanSearch:
         self.budget, self.orders_left = Budget(EVALUATIONS, request.seconds), ORDER_SHARE * EVALUATIONS
         machine = request.machine.with_ranks(max(request.ranks))
         self.limits, self.heterogeneous = request.limits.with_memory_of(machine), machine.heterogeneous
-        if not isinstance(overlap := request.base.storage.overlap, int):
+        if not isinstance(request.base.storage.overlap, int):
             raise UsageError(f"--overlap-layers {request.base.overlap_layers} has ranges: give --mesh, or a number")
-        self.space = SearchSpace(
-            request.model,
-            request.ranks,
-            request.batch_sizes,
-            request.machine.nodes[0].ranks,
-            axes=request.axes,
-            shares={**request.base.work_shares, **request.base.storage.shares},
-            order=request.base.order,
-            offload=(request.base.offload,),
-            overlap=overlap,
-            context_method=request.base.context_method,
-            **request.fixed,
-        )
+        sizes, base = (request.ranks, request.batch_sizes, request.machine.nodes[0].ranks), request.base
+        given = {"axes": request.axes, "offload": (base.offload,), "base": base, **request.fixed}
+        self.space = SearchSpace(request.model, *sizes, **given)
         self.model = request.cost_model()
         self.plans: dict[Candidate, Estimate] = {}  # simulated in the present search, with even vocabularies
         self._scores: dict[Candidate, tuple[float, ...]] = {}
@@ -207,7 +197,9 @@ class PlanSearch:
         result, explain = next(((other, why) for other, why in others if other is not None), (result, explain))
         found_by = ((name, tried(name)[0]) for name in forbidden)
         helps = next((f"--fallback {name}" for name, other in found_by if other and other.plan), "")
-        return replace(result, conflict=replace(explain(), helps=helps), **self._ended)
+        conflict = replace(explain(), helps=helps)
+        closest = conflict.nearest.evaluation if conflict.nearest is not None else result.nearest_evaluation
+        return replace(result, conflict=conflict, nearest_evaluation=closest, **self._ended)
 
     def _with_offload(self, without: PlanResult, budget: Budget) -> tuple[PlanResult | None, Explain]:
         """The result if a plan may offload; None if the base says what is offloaded."""
@@ -315,7 +307,7 @@ class PlanSearch:
         reasons = [
             *gain_of_order(chosen, plans),
             *gains_of_shares(chosen, self.plans),
-            *gains_of_choices(self.limits, chosen, choices(best.candidate), simulated),
+            *gains_of_choices(self.limits, chosen, choices(best.candidate), simulated, self.request.goal),
         ]
         return self._result(replace(found, best=shown[:SHOWN_PLANS], front=pareto(shown)), closed, chosen, reasons)
 
@@ -399,21 +391,24 @@ class PlanSearch:
         nearest: Estimate | None,
     ) -> Conflict:
         """The reason, as far as the budget lasts; ``plans`` are those that need least memory, ``nearest`` the first."""
-        request, limits = self.request, self.limits
-        conflict = Conflict([*tightened.names, *request.fixed], decided=False)
+        constraints, limits = Constraints(self.model, self.request, space, self.limits, self.budget), self.limits
+        conflict = Conflict([*tightened.names, *self.request.fixed], decided=False)
         if complete:
-            known = [plan.closed or plan for plan in plans]
-            conflict = conflict_of(self.model, request, space, tightened, self.budget, known)
+            conflict = conflict_of(replace(constraints, limits=tightened), [plan.closed or plan for plan in plans])
         ways = dict(conflict.relaxations)
         for name in ways.keys() & LIMITS:  # to the need of the simulated step, or to a smaller one of the closest
             simulated = [self.simulated(ways[name][1], even=True), *plans]
             keep_others = [plan for plan in simulated if limits.broken(plan) <= {name}]
             best = min(keep_others or simulated[:1], key=lambda plan: limits.measured(plan)[name])
-            ways[name] = relaxed(name, best, request, space, limits)[0], best
+            ways[name] = constraints.relaxed(name, best)[0], best
+        for _, way in ways.values():  # that for a limit keeps all else, and may be closer than those of least memory
+            is_closer = nearest is None or limits.excess(way) < limits.excess(nearest)
+            if is_closer and way.candidate.ranks in space.ranks and way.candidate.batch_size in space.batch_sizes:
+                nearest = self.simulated(way.closed or way)
         broken = limits.broken(nearest) if nearest is not None else ()
         if nearest is not None and conflict.decided and not ways and len(broken) == 1:
             (name,) = broken
-            ways = {name: (relaxed(name, nearest, request, space, limits)[0], nearest)}
+            ways = {name: (constraints.relaxed(name, nearest)[0], nearest)}
         return replace(conflict, relaxations=ways, nearest=nearest)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.improve import Budget
-from spmd_engine.planning.search.search import LIMITS, Limits, constraint_text, search
+from spmd_engine.planning.search.search import LIMITS, SHOWN_PLANS, Limits, SearchResult, search
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, broken_choices
 
 if TYPE_CHECKING:
@@ -44,17 +44,22 @@ def gains_of_choices(
     chosen: Estimate,
     others: Sequence[tuple[str, Estimate | None]],
     simulated: Mapping[Candidate, Estimate],
+    goal: str,
 ) -> Iterator[str]:
-    """What the plan gains over each alternative. ``simulated`` has simulated plans, by candidate without shares."""
+    """What the plan gains over each alternative, for this goal. ``simulated`` has simulated plans, by candidate without
+    shares; another one is compared with the estimate of the chosen plan."""
     for choice, estimate in others:
         if estimate is None:
             yield f"{choice}: the model or the batch cannot be sharded so"
             continue
         other = simulated.get(estimate.candidate.plain, estimate)
-        yield _explain_gain(choice, chosen, other, limits) + ("" if other.simulated else " (an estimate)")
+        if other.simulated:
+            yield _explain_gain(choice, chosen, other, limits, goal)
+        else:  # which errs alike for both plans
+            yield f"{_explain_gain(choice, chosen.closed or chosen, other, limits, goal)} (by estimates of both)"
 
 
-def _explain_gain(choice: str, chosen: Estimate, other: Estimate, limits: Limits) -> str:
+def _explain_gain(choice: str, chosen: Estimate, other: Estimate, limits: Limits, goal: str) -> str:
     if broken := limits.broken(other):
         needs = limits.measured(other)
         shown = " and ".join(f"{limits.shown(name, needs[name])} of {name}" for name in sorted(broken))
@@ -63,7 +68,8 @@ def _explain_gain(choice: str, chosen: Estimate, other: Estimate, limits: Limits
     gains = {part: other.parts[part] - chosen.parts[part] for part in other.parts}
     largest_gain = max(gains, key=lambda part: gains[part])
     cause = f", most of it {largest_gain}" if slower > 0.002 and gains[largest_gain] > 0 else ""
-    return f"{choice}: that would take {slower:+.1%} time{cause}, and {larger:+.1%} memory"
+    sent = f"send {other.sent / chosen.sent - 1:+.1%} bytes, " if goal == "communication" and chosen.sent else ""
+    return f"{choice}: that would {sent}take {slower:+.1%} time{cause}, and {larger:+.1%} memory"
 
 
 # --- The smallest set of constraints that cannot be kept together, and what would help
@@ -87,99 +93,99 @@ class Conflict:
     helps: str = ""  #: the option with which a given mesh would keep the limits
 
 
-def conflict_of(
-    model: CostModel,
-    request: Request,
-    space: SearchSpace,
-    limits: Limits,
-    budget: Budget,
-    known: Sequence[Estimate] = (),
-) -> Conflict:
+@dataclass(frozen=True)
+class Constraints:
+    """The limits and fixed choices of a request, on plans of a space, with the budget of searches for such plans."""
+
+    model: CostModel
+    request: Request
+    space: SearchSpace
+    limits: Limits
+    budget: Budget
+
+    @property
+    def names(self) -> list[str]:
+        fixed = self.request.fixed
+        return [*self.limits.names, *fixed, *(name for name in SIZES if name not in fixed)]
+
+    def only(self, names: Sequence[str]) -> Constraints:
+        """The constraints of these ``names``."""
+        space = replace(self.space, **{name: None for name in self.request.fixed if name not in names})
+        if "ranks" not in names:
+            most = max(space.ranks)
+            more = (most * n for n in MORE if most * n <= self.request.most_ranks)
+            space = replace(space, ranks=[*space.ranks, *more], mesh=space.mesh if "mesh" in names else None)
+        if "batch_size" not in names:
+            least = min(space.batch_sizes)
+            smaller = [least // n for n in MORE if least // n]
+            space = replace(space, batch_sizes=sorted({*space.batch_sizes, *smaller, 1}))
+        limits = Limits(**{name: getattr(self.limits, name) for name in LIMITS if name in names})
+        return replace(self, space=space, limits=limits)
+
+    def search(self, goal: str = "", keep: int = 1) -> SearchResult:
+        """A search for the best plan; without a ``goal``, for any plan that keeps the constraints."""
+        easiest = "memory" if self.limits.memory is not None else "latency"
+        budget, options = self.budget.part(most=MOST_EVALUATIONS), {"keep": keep, "first": not goal, "front": False}
+        return search(self.model, self.space, self.limits, goal or easiest, budget, **options)
+
+    def relaxed(self, name: str, plan: Estimate) -> tuple[str, float]:
+        """What a plan needs that gives up a constraint, as text, and the factor by which that relaxes it."""
+        candidate, limits = plan.candidate, self.limits
+        if name in LIMITS:
+            need = replace(limits, **{name: 1.0}).measured(plan)[name]
+            text = f"{name} {limits.shown(name, need)} instead of {limits.shown(name)}"
+            return text, need / getattr(limits, name)
+        if name == "ranks":
+            most = max(self.space.ranks)
+            return f"{candidate.ranks} ranks instead of {most}", candidate.ranks / most
+        if name == "batch_size":
+            least = min(self.space.batch_sizes)
+            return f"a batch of {candidate.batch_size} instead of {least}", least / candidate.batch_size
+        given_up = self.request.constraint_text(name, limits).removeprefix(name + " ")
+        return f"another {name.replace('_', ' ')} than {given_up}", 1.0
+
+
+def conflict_of(constraints: Constraints, known: Sequence[Estimate] = ()) -> Conflict:
     """Why nothing fits. Sets of constraints are tried, the smallest first, each by a search that ends with the first
     plan that keeps them; none if one of the ``known`` plans of the space does. When the budget is spent, a part of the
     set may be a conflict as well, and relaxations may lack."""
-    names = _names(request, limits)
-    broken = [limits.broken(plan) | broken_choices(plan.candidate, request.fixed) for plan in known]
+    names, limits, fixed = constraints.names, constraints.limits, constraints.request.fixed
+    broken = [limits.broken(plan) | broken_choices(plan.candidate, fixed) for plan in known]
     sets = (subset for size in range(1, len(names)) for subset in combinations(names, size))
     sets = (subset for subset in sets if all(names_of_plan & set(subset) for names_of_plan in broken))
-    tried = takewhile(lambda _: budget.left > 0, sets)
-    possible = lambda subset: _is_possible(model, *_keep_only(request, space, limits, subset), budget)
-    smallest = next((subset for subset in tried if not possible(subset)), names)
-    relaxations = sorted(_relax(model, request, space, limits, smallest, budget), key=lambda found: found[0])
-    return Conflict(smallest, {name: (text, plan) for _, name, text, plan in relaxations})
+    tried = takewhile(lambda _: constraints.budget.left > 0, sets)
+    smallest = next((subset for subset in tried if not _are_possible(constraints.only(subset))), names)
+    relaxations = sorted(_relax(constraints, smallest), key=lambda found: found[0])
+    ways = {name: (text, plan) for _, name, text, plan in relaxations}
+    # A search that ends with its budget leaves in the set what may be needless: a limit that no known plan breaks, and
+    # without which no plan is found either.
+    needed = [name for name in smallest if name not in limits.names or name in ways or any(name in b for b in broken)]
+    return Conflict(tuple(needed) or smallest, ways)
 
 
-def _names(request: Request, limits: Limits) -> list[str]:
-    return [*limits.names, *request.fixed, *(name for name in SIZES if name not in request.fixed)]
-
-
-def _is_possible(model: CostModel, space: SearchSpace, limits: Limits, budget: Budget) -> bool:
-    """Whether any plan of the space keeps the limits; True also if the budget was spent."""
-    result = search(model, space, limits, _easiest_goal(limits), _part(budget), front=False, first=True)
+def _are_possible(constraints: Constraints) -> bool:
+    """Whether any plan keeps the constraints; True also if the budget was spent."""
+    result = constraints.search(keep=SHOWN_PLANS)
     return bool(result.best) or not result.complete
 
 
-def _part(budget: Budget) -> Budget:
-    return budget.part(most=MOST_EVALUATIONS)
-
-
-def _easiest_goal(limits: Limits) -> str:
-    """The goal by which a search finds a plan within the limits soonest."""
-    return "memory" if limits.memory is not None else "latency"
-
-
-def _keep_only(
-    request: Request, space: SearchSpace, limits: Limits, names: Sequence[str]
-) -> tuple[SearchSpace, Limits]:
-    """The search space and the limits, with only the constraints of these ``names``."""
-    space = replace(space, **{name: None for name in request.fixed if name not in names})
-    if "ranks" not in names:
-        most = max(space.ranks)
-        more = (most * n for n in MORE if most * n <= request.most_ranks)
-        space = replace(space, ranks=[*space.ranks, *more], mesh=space.mesh if "mesh" in names else None)
-    if "batch_size" not in names:
-        least = min(space.batch_sizes)
-        smaller = [least // n for n in MORE if least // n]
-        space = replace(space, batch_sizes=sorted({*space.batch_sizes, *smaller, 1}))
-    return space, Limits(**{name: getattr(limits, name) for name in LIMITS if name in names})
-
-
-def _relax(
-    model: CostModel, request: Request, space: SearchSpace, limits: Limits, conflict: Sequence[str], budget: Budget
-) -> Iterator[tuple[float, str, str, Estimate]]:
+def _relax(constraints: Constraints, conflict: Sequence[str]) -> Iterator[tuple[float, str, str, Estimate]]:
     """For each constraint of the conflict, the plan that keeps all others and needs the smallest relaxation: the factor
     of the relaxation, the constraint, what the plan needs instead, and the plan."""
+    space = constraints.space
     for name in conflict:
-        others = [other for other in _names(request, limits) if other != name]
-        wider, kept = _keep_only(request, space, limits, others)
-        changes: list[SearchSpace] = [wider]
+        others = constraints.only([other for other in constraints.names if other != name])
+        wider, changes = others.space, [others.space]
         if name == "ranks":
             changes = [replace(wider, ranks=[n]) for n in wider.ranks if n not in space.ranks]
         elif name == "batch_size":
             smaller = [n for n in wider.batch_sizes if n not in space.batch_sizes]
             changes = [replace(wider, batch_sizes=[n]) for n in reversed(smaller)]
-        goal = name if name in ("memory", "latency") else request.goal
-        for changed in changes if budget.left > 0 else ():
-            first = search(model, changed, kept, _easiest_goal(kept), _part(budget), front=False, keep=1, first=True)
-            if first.best:
-                best = search(model, changed, kept, goal, _part(budget), front=False, keep=1).best or first.best
-                text, factor = relaxed(name, best[0], request, space, limits)
+        goal = name if name in ("memory", "latency") else constraints.request.goal
+        for changed in changes if constraints.budget.left > 0 else ():
+            tried = replace(others, space=changed)
+            if first := tried.search().best:
+                best = tried.search(goal).best or first
+                text, factor = constraints.relaxed(name, best[0])
                 yield factor, name, text, best[0]
                 break
-
-
-def relaxed(name: str, plan: Estimate, request: Request, space: SearchSpace, limits: Limits) -> tuple[str, float]:
-    """What a plan needs that gives up a constraint, as text, and the factor by which that relaxes it."""
-    candidate = plan.candidate
-    if name in LIMITS:
-        need = replace(limits, **{name: 1.0}).measured(plan)[name]
-        text = f"{name} {limits.shown(name, need)} instead of {limits.shown(name)}"
-        return text, need / getattr(limits, name)
-    if name == "ranks":
-        most = max(space.ranks)
-        return f"{candidate.ranks} ranks instead of {most}", candidate.ranks / most
-    if name == "batch_size":
-        least = min(space.batch_sizes)
-        return f"a batch of {candidate.batch_size} instead of {least}", least / candidate.batch_size
-    given_up = constraint_text(name, limits, request.fixed).removeprefix(name + " ")
-    return f"another {name.replace('_', ' ')} than {given_up}", 1.0

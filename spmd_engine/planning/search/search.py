@@ -9,14 +9,13 @@ better. If time runs out before, the certificate says by how much another candid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from spmd_engine.axes import axes_text
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine.machine import Machine
@@ -104,6 +103,10 @@ class Limits(Configuration):
         needs = self.measured(estimate)
         return frozenset(name for name, need in needs.items() if need > getattr(self, name) * (1 + 1e-9))
 
+    def excess(self, estimate: Estimate) -> float:
+        """The largest need of a candidate as a part of its limit."""
+        return max((need / getattr(self, name) for name, need in self.measured(estimate).items()), default=0.0)
+
     def surely_broken(self, bound: Bound) -> bool:
         """Whether every division of a candidate breaks a limit."""
         seconds, memory = bound
@@ -118,18 +121,6 @@ class Limits(Configuration):
 
 
 LIMITS = tuple(limit.name for limit in fields(Limits))
-
-
-def constraint_text(name: str, limits: Limits, fixed: Mapping[str, Any]) -> str:
-    """A limit, or a fixed choice, as text."""
-    if name not in fixed:
-        return f"{name} at most {limits.shown(name)}"
-    wanted = fixed[name]
-    if isinstance(wanted, Mapping):
-        wanted = axes_text(wanted)
-    if isinstance(wanted, tuple | list):
-        wanted = " or ".join(map(str, wanted))
-    return f"{name.replace('_', ' ')} {wanted}"
 
 
 # --- The search

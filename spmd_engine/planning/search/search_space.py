@@ -7,7 +7,7 @@ than replicas, but both are candidates, since one collective is faster than two.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import gcd, prod
@@ -16,7 +16,7 @@ from typing import Any
 from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
 from spmd_engine.engine.offload.config import Offload
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.state.assignment import BATCH, PIPE, Shares, misfit
+from spmd_engine.engine.state.assignment import BATCH, PIPE, misfit
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.layouts import with_queries_apart
@@ -152,11 +152,8 @@ class SearchSpace:
     stages: tuple[int, ...] | None = None
     axes: Sequence[str] | None = None  #: mesh axes to use; None: all that shard this model
     offload: Sequence[str | None] = (None,)  #: what may be offloaded
-    shares: Shares = field(default_factory=dict)  #: given ones, by axis, for which a mesh has as many ranks
-    order: tuple[int, ...] | None = None  #: a given order of ranks
     nodes: Sequence[int] = ()  #: the ranks of each node, if the stages are to have uneven sizes
-    overlap: int = 0  #: given layers on each side of a boundary that both stages hold
-    context_method: str | None = None  #: given, for meshes with axis context
+    base: ParallelConfig = ParallelConfig()  #: with given shares, order of ranks, overlap, and method of axis context
 
 
 FIXABLE = ("mesh", "micro_batches", "zero", "sequence_parallel", "schedule", "chunks", "recompute", "stages")
@@ -171,8 +168,9 @@ def broken_choices(candidate: Candidate, fixed: Mapping[str, Any]) -> frozenset[
 
 def candidates(space: SearchSpace) -> Iterator[Candidate]:
     """All candidates of the search space, each once."""
+    shares = {**space.base.work_shares, **space.base.storage.shares}
     for axes in meshes(space):
-        if misfit(space.shares, axes):
+        if misfit(shares, axes):
             continue
         for batch_size in space.batch_sizes:
             yield from _candidates_on(space, axes, batch_size)
@@ -316,7 +314,8 @@ def _can_shard(model: Model, axes: Mapping[str, int]) -> bool:
 
 def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Iterator[Candidate]:
     """Candidates on one mesh."""
-    model, pipe = space.model, axes.get(PIPE, 1)
+    model, pipe, base = space.model, axes.get(PIPE, 1), space.base
+    overlap, order = base.storage.overlap, base.order
     shards = prod(size for axis, size in axes.items() if axis in BATCH)
     stored = prod(size for axis, size in axes.items() if axis in SUMMED)
     micro = [space.micro_batches] if space.micro_batches else micro_batch_numbers(batch_size, shards, pipe)
@@ -337,7 +336,7 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
             (schedule, chunks)
             for schedule, chunks in _schedules(space, pipe, m, len(model.layers))
             if (space.stages is None or len(space.stages) == pipe * chunks)  # they are the first layers of all chunks
-            and (not space.overlap or chunks == 1)
+            and (not overlap or chunks == 1)
         ]
         choices = product(schedules, zeros, parallel, recompute, space.offload)
         for (schedule, chunks), zero, sequence, recomputed, offload in choices:
@@ -349,14 +348,14 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
                 m,
                 zero,
                 sequence,
-                space.context_method if "context" in axes else None,
+                base.context_method if "context" in axes else None,
                 schedule=schedule,
                 chunks=chunks,
                 recompute=recomputed,
                 stages=space.stages,
-                order=space.order,
+                order=order,
                 offload=offload,
-                overlap=space.overlap if pipe > 1 else 0,
+                overlap=overlap if pipe > 1 else 0,
             )
 
 

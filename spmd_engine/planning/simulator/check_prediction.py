@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis, position_of
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.simulator.simulation import Prediction, simulate
+from spmd_engine.planning.simulator.simulation import Prediction
 from spmd_engine.training.trace import COMMUNICATION, COMPUTE, TimedSpan, trace_events, trace_text
 
 Line = tuple[str, str, str]  # operation, axes and label
@@ -105,16 +104,6 @@ def traffic(predicted: Sums, measured: Sequence[Sums]) -> list[dict[str, Any]]:
     return list(totals.values())
 
 
-def prediction_facts(analysis: StepAnalysis, find_machine: Callable[[], Machine]) -> dict[str, Any]:
-    """The prediction in ``metrics.jsonl``; with seconds, if the machine has enough ranks."""
-    facts = {"bytes_sent": analysis.bytes_sent, "calls": analysis.calls, "peak_bytes": analysis.peak_bytes}
-    try:
-        machine = find_machine()
-        return facts | {"seconds": simulate(analysis, machine).seconds, "machine": machine.name}
-    except UsageError:
-        return facts
-
-
 # --- A measured trace compared with a predicted one. In both, a rank's time in a step has four parts: *compute* is the
 # --- time of layers with a core to themselves; *contention* the time lost because more ranks computed than the node has
 # --- cores; *waiting* the time in communication; *rest* all else: the loss, the update, and the program between
@@ -176,7 +165,7 @@ def compare_trace(
     for event in events:
         begin = event["ts"] * 1e-6
         spans[event["pid"]].append((event["name"], event["cat"], begin, begin + event["dur"] * 1e-6))
-    predicted = _split(_spans_by_rank(prediction), 1, prediction.seconds, machine)
+    predicted = _split(prediction.spans, 1, prediction.seconds, machine)
     return TraceComparison(run, predicted, _split(spans, steps, seconds, machine))
 
 
@@ -236,13 +225,6 @@ def _contention(spans: Mapping[int, Sequence], machine: Machine) -> float:
 
 def trace_json(prediction: Prediction, axes: Mapping[str, int]) -> str:
     """The trace of all simulated ranks, as ``train --trace`` writes one."""
-    spans = _spans_by_rank(prediction)
-    by_rank = (trace_events(rank, position_of(rank, axes).coordinates, spans[rank]) for rank in prediction.ranks)
+    spans = prediction.spans.items()
+    by_rank = (trace_events(rank, position_of(rank, axes).coordinates, of_rank) for rank, of_rank in spans)
     return trace_text(event for events in by_rank for event in events)
-
-
-def _spans_by_rank(prediction: Prediction) -> dict[int, list[TimedSpan]]:
-    spans: dict[int, list[TimedSpan]] = defaultdict(list)
-    for span in prediction.spans:
-        spans[span.rank].append((span.name, span.kind, span.start, span.end))
-    return spans

@@ -9,16 +9,15 @@ any order of all links, in any chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.simulator.collective_time import CollectiveTimes, Duration
+from spmd_engine.planning.simulator.collective_time import CollectiveTimes
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
-from spmd_engine.planning.simulator.simulation import SimulatedCall, calls_by_computation, match_calls
+from spmd_engine.planning.simulator.simulation import BEGIN, WAIT, WORK, SimulatedCall, match_calls, program_of
 
-BEGIN, WAIT, WORK = "begin", "wait", "work"
 Event = tuple[str, SimulatedCall | float]  #: what a rank does: it begins or waits for a call, or works for seconds
 Job = tuple[float, float, float]  #: head, seconds on the link, tail
 
@@ -32,36 +31,24 @@ def least_seconds(analysis: StepAnalysis, machine: Machine) -> float:
     machine = machine.with_ranks(analysis.ranks)
     steps = {rank: analysis.of_rank(rank) for rank in range(analysis.ranks)}
     calls, compute, collectives = match_calls(analysis, steps), ComputeTimes(machine), CollectiveTimes(machine)
-
-    def duration(call: SimulatedCall) -> Duration:
-        return collectives.of("send" if call.operation == "message" else call.operation, call.ranks, call.size)
-
     events: dict[int, list[Event]] = {}
     for rank, step in steps.items():
         works, _ = compute.seconds(rank, step.computations)
-        plan = calls_by_computation(step)
-        events[rank] = []
-        for number in range(len(works) + 1):
-            begins, ends, runs = plan.get(number, ([], [], []))
-            events[rank] += [(BEGIN, calls[rank][index]) for index in begins]
-            events[rank] += [(WAIT, calls[rank][index]) for index in ends]
-            for run in runs:
-                events[rank] += [(what, calls[rank][index]) for what in (BEGIN, WAIT) for index in run]
-            events[rank] += [(WORK, seconds) for seconds in works[number : number + 1]]
-    heads, seconds = _walk(events, duration)
+        events[rank] = [(what, (works if what == WORK else calls[rank])[number]) for what, number in program_of(step)]
+    heads, seconds = _walk(events, collectives)
     opposite = {BEGIN: WAIT, WAIT: BEGIN, WORK: WORK}
     backwards = {rank: [(opposite[what], x) for what, x in reversed(events[rank])] for rank in events}
-    tails, _ = _walk(backwards, duration, backwards=True)
+    tails, _ = _walk(backwards, collectives, backwards=True)
     links: dict[int, list[Job]] = {}
     for number, call in {id(call): call for of_rank in calls.values() for call in of_rank}.items():
-        taken = duration(call)
+        taken = call.duration(collectives)
         for rank in call.ranks if taken.seconds and not taken.works else ():
             links.setdefault(rank, []).append((heads[number], taken.seconds, tails[number]))
-    return max(seconds, *map(_jackson, links.values())) if links else seconds
+    return max([seconds, *map(_jackson, links.values())])
 
 
 def _walk(
-    events: Mapping[int, Sequence[Event]], duration: Callable[[SimulatedCall], Duration], *, backwards: bool = False
+    events: Mapping[int, Sequence[Event]], collectives: CollectiveTimes, *, backwards: bool = False
 ) -> tuple[dict[int, float], float]:
     """When each call (by its id) has been begun by all ranks, if links serve all calls at once; and the whole seconds.
 
@@ -80,7 +67,7 @@ def _walk(
                     clock[rank] += x
                     at[rank] += 1
                     continue
-                taken = duration(x)
+                taken = x.duration(collectives)
                 if what == BEGIN:
                     clock[rank] += taken.seconds * (backwards and taken.works)
                     begun.setdefault(id(x), []).append(clock[rank])

@@ -84,9 +84,8 @@ class ComputeTimes:
                 moved = bytes_of(product)
                 least = product.flops / self._speed(rank, product) if self._is_of_matrices(rank, product) else 0.0
                 seconds += max(least, moved / bandwidth(moved / product.calls))
-        moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
-        calls = computation.calls - sum(product.calls for product in computation.products)
-        seconds += max(moved, 0) / bandwidth(max(moved, 1) / max(calls, 1))
+        moved, calls = _outside_products(computation)
+        seconds += moved / bandwidth(max(moved, 1) / calls)
         return seconds / parts + (0.0 if node.has_devices else fitted.pass_seconds)
 
     def seconds(self, rank: int, computations: Sequence[Computation]) -> tuple[list[float], list[float]]:
@@ -94,25 +93,21 @@ class ComputeTimes:
         nodes share the result. A pass is launched before the last of its computations ends."""
         key = self.machine.node(rank).name, id(computations)
         if key not in self._steps:  # keeps the computations so that their id is not reused
-            times, passes = [self.of(rank, work) for work in computations], [_pass_key(work) for work in computations]
-            following = pairwise((*passes, None))
-            pairs = zip(times, following, strict=True)
+            times = [self.of(rank, work) for work in computations]
+            passes = ((work.layer, work.phase, work.micro_batch, work.chunk) for work in computations)
+            pairs = zip(times, pairwise((*passes, None)), strict=True)
             hosts = [time.host * (before != after) + time.launches for time, (before, after) in pairs]
             self._steps[key] = computations, ([time.seconds for time in times], hosts)
         return self._steps[key][1]
 
     def _compute(self, rank: int, computation: Computation) -> ComputeTime:
         node, fitted = self.machine.node(rank), self.machine.fitted
-        of_matrices = of_vectors = 0.0
+        seconds = {True: 0.0, False: 0.0}  # of products of matrices, and of those with a vector
         for product in computation.products:
-            if self._is_of_matrices(rank, product):
-                of_matrices += self._product_seconds(rank, product)
-            else:
-                of_vectors += self._product_seconds(rank, product)
-        moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
-        calls = computation.calls - sum(product.calls for product in computation.products)
-        bandwidth = node.memory_bandwidth(max(moved, 1) / max(calls, 1)) * fitted.memory_share
-        rest = max(moved, 0) / bandwidth + of_vectors
+            seconds[self._is_of_matrices(rank, product)] += self._product_seconds(rank, product)
+        of_matrices, of_vectors = seconds.values()
+        moved, calls = _outside_products(computation)
+        rest = moved / (node.memory_bandwidth(max(moved, 1) / calls) * fitted.memory_share) + of_vectors
         if node.has_devices:
             launches = node.launch_seconds * computation.launches + node.sync_seconds * computation.waits
             return ComputeTime(of_matrices, rest, fitted.pass_seconds, launches)
@@ -121,13 +116,12 @@ class ComputeTimes:
     def _product_seconds(self, rank: int, product: Product) -> float:
         if not product.flops:
             return 0.0
-        moved = bytes_of(product)
-        bandwidth = self.machine.node(rank).memory_bandwidth(moved / product.calls) * self.machine.fitted.memory_share
-        processors = self.machine.node(rank).processors
-        idle = rounds_of_tiles(product.m, product.n, product.batch, processors) if processors else 1.0
+        moved, node = bytes_of(product), self.machine.node(rank)
+        seconds = moved / (node.memory_bandwidth(moved / product.calls) * self.machine.fitted.memory_share)
         if not self._is_of_matrices(rank, product):
-            return moved / bandwidth
-        return max(product.flops / self._speed(rank, product) * idle, moved / bandwidth)
+            return seconds
+        idle = rounds_of_tiles(product.m, product.n, product.batch, node.processors) if node.processors else 1.0
+        return max(product.flops / self._speed(rank, product) * idle, seconds)
 
     def _is_of_matrices(self, rank: int, product: Product) -> bool:
         """Whether a product is limited by FLOPs; one with a vector on a host takes the time of its bytes."""
@@ -169,9 +163,10 @@ def rounds_of_tiles(m: int, n: int, batch: int, processors: int) -> float:
     return min(taken(*tile) for tile in TILES) / full
 
 
-def _pass_key(computation: Computation) -> tuple:
-    """The key of the pass that a computation belongs to."""
-    return computation.layer, computation.phase, computation.micro_batch, computation.chunk
+def _outside_products(computation: Computation) -> tuple[int, int]:
+    """Bytes that a computation moves in other operations than products, and their calls, at least 1."""
+    moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
+    return max(moved, 0), max(computation.calls - sum(product.calls for product in computation.products), 1)
 
 
 def bytes_of(product: Product) -> int:

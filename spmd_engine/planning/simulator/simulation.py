@@ -9,10 +9,10 @@ a node share its cores evenly. Ranks that move bytes themselves do so while they
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 from spmd_engine.axes import MeshPosition, count_ranks
@@ -28,7 +28,7 @@ from spmd_engine.planning.dry_run.step_analysis import (
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
-from spmd_engine.training.trace import COMMUNICATION, COMPUTE
+from spmd_engine.training.trace import COMMUNICATION, COMPUTE, TimedSpan
 
 # --- Matching: which call each communication of a simulated rank belongs to
 
@@ -52,6 +52,10 @@ class SimulatedCall:
     worked: int = 0  #: ranks that have moved their part, where ranks move bytes themselves
     done: float | None = None  #: seconds at which it completed
     waiters: list[Callable[[], None]] = field(default_factory=list)  #: called at each change
+
+    def duration(self, collectives: CollectiveTimes) -> Duration:
+        """How long it takes when all its ranks have begun it."""
+        return collectives.of("send" if self.operation == "message" else self.operation, self.ranks, self.size)
 
 
 def simulated_ranks(analysis: StepAnalysis, most: int = MOST_RANKS) -> list[int]:
@@ -139,30 +143,33 @@ class _Groups:
         return self._ranks_by_group[key]
 
 
-def calls_by_computation(step: RankStep) -> dict[int, tuple[list[int], list[int], list[list[int]]]]:
-    """For each computation's number: the communications that begin before it and end later, those that began earlier
-    and end before it, and runs of those that begin and end before it. Communications are given by number.
+BEGIN, WAIT, WORK = "begin", "wait", "work"
 
-    The communications of a run begin together: one collective, or consecutive messages. They are waited for when all
-    have begun, as in a ring, where each rank sends before it receives.
+
+def program_of(step: RankStep) -> Iterator[tuple[str, int]]:
+    """What a rank does in a step, in order: it begins the communication of this number, waits for it, or does the work
+    of the computation of this number.
+
+    Of communications that nothing hides, a rank waits for consecutive messages when all of them have begun, as in a
+    ring, where each rank sends before it receives.
     """
-    plan: dict[int, tuple[list[int], list[int], list[list[int]]]] = defaultdict(lambda: ([], [], []))
-    for number, communication in enumerate(step.communications):
-        if communication.begins < communication.ends:
-            plan[communication.begins][0].append(number)
-            plan[communication.ends][1].append(number)
+    begun, ended, exposed = (defaultdict[int, list](list) for _ in range(3))  # before each computation
+    for number, call in enumerate(step.communications):
+        if call.begins < call.ends:
+            begun[call.begins].append(number)
+            ended[call.ends].append(number)
             continue
-        runs = plan[communication.begins][2]
-        if (
-            runs
-            and communication.ends_of_message
-            and runs[-1][-1] == number - 1
-            and step.communications[number - 1].ends_of_message
-        ):
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return plan
+        runs, last = exposed[call.begins], step.communications[number - 1]
+        if not runs or runs[-1][-1] != number - 1 or call.peer is None or last.peer is None:
+            runs.append([])
+        runs[-1].append(number)
+    for number in range(len(step.computations) + 1):
+        yield from product([BEGIN], begun[number])
+        yield from product([WAIT], ended[number])
+        for run in exposed[number]:
+            yield from product([BEGIN, WAIT], run)
+        if number < len(step.computations):
+            yield WORK, number
 
 
 # --- The simulation
@@ -172,35 +179,24 @@ REDUCES = ("all_reduce", "reduce_scatter", "reduce")
 
 
 @dataclass(frozen=True)
-class Span:
-    """What a rank did from ``start`` to ``end``, in seconds."""
-
-    rank: int
-    name: str
-    kind: str  #: COMPUTE, or COMMUNICATION: waiting for it
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
 class Prediction:
     """A predicted step."""
 
     seconds: float
     ranks: Sequence[int]  #: the simulated ranks; if not all, they represent the others
-    spans: Sequence[Span]
+    spans: Mapping[int, Sequence[TimedSpan]]  #: what each rank does: COMPUTE, or wait for COMMUNICATION
     working: Mapping[int, float]  #: seconds of work of each rank, with a core to itself
+    taken: Mapping[str, float] = field(default_factory=dict)  #: seconds of all spans, by kind
 
     @property
     def exposed(self) -> float:
         """Mean seconds that a rank waits in communication, including pipeline bubbles."""
-        return sum(span.end - span.start for span in self.spans if span.kind == COMMUNICATION) / len(self.ranks)
+        return self.taken.get(COMMUNICATION, 0.0) / len(self.ranks)
 
     @property
     def idle_share(self) -> float:
         """The share of all ranks' time in which they do not compute."""
-        busy = sum(span.end - span.start for span in self.spans if span.kind == COMPUTE)
-        return 1 - busy / (self.seconds * len(self.ranks)) if self.seconds else 0.0
+        return 1 - self.taken.get(COMPUTE, 0.0) / (self.seconds * len(self.ranks)) if self.seconds else 0.0
 
 
 def simulate(analysis: StepAnalysis, machine: Machine) -> Prediction:
@@ -232,8 +228,8 @@ class _Simulation:
         self.clock, self._events, self._order = 0.0, [], count()
         self.processors = Processors(machine, self._schedule)
         self.disks = Disks(machine, list(steps))
-        self.spans: list[Span] = []
-        self.working = dict.fromkeys(steps, 0.0)
+        self.spans: dict[int, list[TimedSpan]] = {rank: [] for rank in steps}
+        self.working, self.taken = dict.fromkeys(steps, 0.0), defaultdict[str, float](float)
         self._ports: dict[int, bool] = {}  # ranks whose link is busy
         self._queue: list[tuple[int, int, SimulatedCall]] = []
         self._live = len(steps)
@@ -247,7 +243,7 @@ class _Simulation:
         if self._live:
             stuck = {call.operation for calls in self.calls.values() for call in calls if not call.done}
             raise UsageError(f"the step would hang: some ranks never complete {', '.join(sorted(stuck)) or 'the step'}")
-        return Prediction(self.clock, tuple(self.steps), self.spans, self.working)
+        return Prediction(self.clock, tuple(self.steps), self.spans, self.working, self.taken)
 
     def _schedule(self, when: float, act: Callable[[], None]) -> None:
         heappush(self._events, (when, next(self._order), act))
@@ -256,38 +252,36 @@ class _Simulation:
 
     def _program(self, rank: int) -> Waits:
         step, calls = self.steps[rank], self.calls[rank]
-        plan = calls_by_computation(step)
         works, hosts = self.compute.seconds(rank, step.computations)
         launched = 0.0  # when a device's host has launched the next work
-        for number in range(len(step.computations) + 1):
-            if number in plan:
-                begins, ends, runs = plan[number]
-                for index in begins:
-                    self._begin(rank, calls[index])
-                for index in ends:
-                    yield from self._wait(rank, calls[index], step.communications[index].trace_name)
-                    if calls[index].operation == "message":  # the host, too, waits for messages of other stages
-                        launched = max(launched, self.clock)
-                for run in runs:
-                    for index in run:
-                        self._begin(rank, calls[index])
-                    for index in run:
-                        yield from self._wait(rank, calls[index], step.communications[index].trace_name)
-            if number < len(step.computations):
-                computation = step.computations[number]
-                moved, streams = (computation.loaded, computation.stored), computation.phase == Phases.UPDATE
-                ready = (self.disks.stream if streams else self.disks.read_ahead)(rank, self.clock, *moved)
-                if not streams:
-                    yield "at", ready
-                began = self.clock
-                launched += hosts[number]
-                work = works[number] + (0.0 if streams else self.disks.copy_seconds(rank, sum(moved)))
-                yield "work", max(work, launched - began)
-                if computation.waits:  # the host has waited for the device
-                    launched = self.clock
+        for what, number in program_of(step):
+            if what == BEGIN:
+                self._begin(rank, calls[number])
+                continue
+            if what == WAIT:
+                communication = step.communications[number]
+                yield from self._wait(rank, calls[number], communication.trace_name)
+                if communication.peer is not None and communication.priority:
+                    launched = max(launched, self.clock)  # the host, too, waits for messages of other stages
+                continue
+            computation = step.computations[number]
+            moved, streams = (computation.loaded, computation.stored), computation.phase == Phases.UPDATE
+            ready = (self.disks.stream if streams else self.disks.read_ahead)(rank, self.clock, *moved)
+            if not streams:
                 yield "at", ready
-                self.working[rank] += work
-                self.spans.append(Span(rank, computation.name, COMPUTE, began, self.clock))
+            began = self.clock
+            launched += hosts[number]
+            work = works[number] + (0.0 if streams else self.disks.copy_seconds(rank, sum(moved)))
+            yield "work", max(work, launched - began)
+            if computation.waits:  # the host has waited for the device
+                launched = self.clock
+            yield "at", ready
+            self.working[rank] += work
+            self._note(rank, computation.name, COMPUTE, began)
+
+    def _note(self, rank: int, name: str, kind: str, began: float) -> None:
+        self.spans[rank].append((name, kind, began, self.clock))
+        self.taken[kind] += self.clock - began
 
     def _advance(self, rank: int, program: Waits) -> None:
         """Continue a rank until it waits."""
@@ -311,7 +305,7 @@ class _Simulation:
         call.begun[rank] = self.clock
         if len(call.begun) < call.expected:
             return
-        duration = self._duration(call)
+        duration = call.duration(self.collectives)
         if duration.works:
             self._wake(call)
         elif duration.seconds == 0:
@@ -319,10 +313,6 @@ class _Simulation:
         else:
             heappush(self._queue, (call.priority, next(self._order), call))
             self._start_queued()
-
-    def _duration(self, call: SimulatedCall) -> Duration:
-        operation = "send" if call.operation == "message" else call.operation
-        return self.collectives.of(operation, call.ranks, call.size)
 
     def _start_queued(self) -> None:
         """Start the calls whose ranks all have free links, the most urgent first."""
@@ -335,7 +325,7 @@ class _Simulation:
                 continue
             for rank in call.begun:
                 self._ports[rank] = True
-            ends = self.clock + self._duration(call).seconds
+            ends = self.clock + call.duration(self.collectives).seconds
             self._schedule(ends, lambda call=call: self._arrived(call))
         for entry in left:
             heappush(self._queue, entry)
@@ -359,7 +349,7 @@ class _Simulation:
         began = self.clock
         while len(call.begun) < call.expected:
             yield "until", call
-        duration = self._duration(call)
+        duration = call.duration(self.collectives)
         if duration.works:
             yield "work", duration.seconds
             self.working[rank] += duration.seconds
@@ -371,7 +361,7 @@ class _Simulation:
         while not duration.works and call.done is None:
             yield "until", call
         if self.clock > began:
-            self.spans.append(Span(rank, name, COMMUNICATION, began, self.clock))
+            self._note(rank, name, COMMUNICATION, began)
 
 
 # --- Disks, shared by the ranks of a node

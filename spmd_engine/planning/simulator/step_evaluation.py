@@ -68,12 +68,7 @@ class PlanEvaluation:
     @property
     def peak_moment(self) -> str:
         """What the rank that holds most computes at its peak."""
-        step = self.peak_step
-        if not step.computations:
-            return "the start"
-        computation = step.computations[min(step.peak.computation, len(step.computations) - 1)]
-        micro_batch = computation.micro_batch
-        return computation.name + (f" of micro-batch {micro_batch}" if micro_batch is not None else "")
+        return self.peak_step.peak_moment
 
     def as_json(self) -> dict[str, Any]:
         """The evaluation as JSON."""

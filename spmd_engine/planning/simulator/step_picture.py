@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 from typing import Any
 
 from spmd_engine.pictures import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, text
@@ -27,15 +28,14 @@ def draw_step(prediction: Prediction, ranks: int) -> Picture:
     left = max(len(f"rank {rank}") for rank in rows) + 1
     scale = COLUMNS / prediction.seconds
     filled: dict[int, list[Any]] = {rank: [Counter() for _ in range(COLUMNS)] for rank in rows}
-    for span in prediction.spans:
-        if span.rank not in filled:
-            continue
-        letter = "-" if span.kind == COMMUNICATION else _letter(span.name)
-        first, last = span.start * scale, span.end * scale
-        for column in range(int(first), min(int(last) + 1, COLUMNS)):
-            share = min(last, column + 1) - max(first, column)
-            if share > 0:
-                filled[span.rank][column][letter] += share
+    for rank in rows:
+        for name, kind, start, end in prediction.spans[rank]:
+            letter = "-" if kind == COMMUNICATION else next(c for ending, c, *_ in KINDS if name.endswith(ending))
+            first, last = start * scale, end * scale
+            for column in range(int(first), min(int(last) + 1, COLUMNS)):
+                share = min(last, column + 1) - max(first, column)
+                if share > 0:
+                    filled[rank][column][letter] += share
     cells = [text(left, 0, "0"), text(left + COLUMNS - 8, 0, readable_seconds(prediction.seconds), 8, "right")]
     used = set()
     for row, rank in enumerate(rows, 1):
@@ -53,17 +53,11 @@ def draw_step(prediction: Prediction, ranks: int) -> Picture:
     return Picture("the step, as predicted", cells, notes=notes)
 
 
-def _letter(name: str) -> str:
-    return next(letter for end, letter, _, _ in KINDS if name.endswith(end))
-
-
 def _runs(left: int, row: int, letters: list[str]) -> list[Cell]:
     fills = {letter: fill for _, letter, fill, _ in KINDS} | {"-": YELLOW}
-    cells, begin = [], 0
-    for column in range(1, len(letters) + 1):
-        if column == len(letters) or letters[column] != letters[begin]:
-            letter = letters[begin]
-            fill = fills.get(letter, PALE)
-            cells.append(Cell(left + begin, row, column - begin, 1, letter * (column - begin), fill, False, "left"))
-            begin = column
+    cells = []
+    for letter, run in groupby(letters):
+        label = "".join(run)
+        cells.append(Cell(left, row, len(label), 1, label, fills.get(letter, PALE), False, "left"))
+        left += len(label)
     return cells

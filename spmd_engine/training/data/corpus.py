@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from string import ascii_uppercase, digits
@@ -33,9 +35,13 @@ class Corpus:
     validation: np.ndarray
     files: int
     sha256: str
+    documents: int = 0  #: a file has one, or one a row
+    left_out: Mapping[str, int] = field(default_factory=dict)  #: numbers of rows, by the reason
 
     def __str__(self) -> str:
-        return f"{len(self.train):,} tokens from {self.files} files"
+        rows = "" if self.documents in (0, self.files) else f", {self.documents:,} documents"
+        rest = "".join(f"; {count:,} left out: {reason}" for reason, count in self.left_out.items())
+        return f"{len(self.train):,} tokens from {self.files} files{rows}{rest}"
 
     def windows(self, length: int, seed: int = 0) -> TokenWindows:
         """Samples of ``length`` tokens each; the seed determines the starts of training samples."""
@@ -49,13 +55,13 @@ def load_corpus(group: Group, path: str | None, context: int) -> Corpus:
     missing, empty, or too short for one context in either part.
     """
     read = on_rank_zero(group, lambda: _read(path, context))
-    train_size, files, sha256 = json_from_rank_zero(group, lambda: read[1:] if read else None)
+    train_size, facts = json_from_rank_zero(group, lambda: read[1:] if read else None)
     tokens = share_array(group, read[0] if read else None, dtype=np.uint16, label="corpus")
-    return Corpus(tokens[:train_size], tokens[train_size:], files, sha256)
+    return Corpus(tokens[:train_size], tokens[train_size:], **facts)
 
 
-def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, int, str]:
-    """Bytes and end of each file, training files first; tokens for training; number of files; and their digest."""
+def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+    """Bytes and end of each document, training documents first; tokens for training; and facts of a ``Corpus``."""
     if path == "":
         raise UsageError("--data is empty: name a file or a folder, or leave the option out")
     root = str(Path(path)) if path is not None else os.path.dirname(os.__file__)
@@ -64,23 +70,18 @@ def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, int, s
     if not (os.path.isfile(root) or os.path.isdir(root)):
         raise UsageError(f"--data {root}: neither a file nor a folder; write the output of a pipe into a file first")
     files = [root] if os.path.isfile(root) else _files(root, "*.py" if path is None else "*")
-    digest, end = hashlib.sha256(), np.array([END_OF_FILE], np.uint16)
+    digest, end, left_out = hashlib.sha256(), np.array([END_OF_FILE], np.uint16), Counter[str]()
     train: list[np.ndarray] = []
     validation: list[np.ndarray] = []
-    for number, file in enumerate(files):
-        with open(file, "rb", buffering=0) as opened:
-            if path is not None:
-                from spmd_engine.formats.text_documents import check_text  # Python's own source needs no check
-
-                check_text(opened, f"--data {file}")
-            content = opened.read()
+    contents = list(_contents(files, path is not None, left_out))
+    for number, (file, content) in enumerate(contents):
         name = os.fsencode(file[len(root) :].lstrip(os.sep) or ".")
         digest.update(b"%s\0%d\0" % (name, len(content)))
         digest.update(content)
-        held_out = len(files) > 1 and number % HELD_OUT == HELD_OUT // 2
+        held_out = len(contents) > 1 and number % HELD_OUT == HELD_OUT // 2
         (validation if held_out else train).extend((np.frombuffer(content, np.uint8), end))
     train_size, size = sum(map(len, train)), sum(map(len, (*train, *validation)))
-    if size <= len(files):
+    if size <= len(contents):
         raise UsageError(f"--data {root}: there is nothing to read in it")
     if size - train_size <= context:  # one file, or empty ones: validate on the end of all bytes
         train_size = size - max(size // HELD_OUT, min(context + 1, size // 2))
@@ -90,7 +91,29 @@ def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, int, s
             f"--data {root}: {train_size} bytes to train on and {size - train_size} to validate on; "
             f"each must be longer than the context of {context}. Give more text, or a model with a shorter context"
         )
-    return [*train, *validation], train_size, len(files), digest.hexdigest()
+    facts = {"documents": len(contents), "files": len(files), "sha256": digest.hexdigest(), "left_out": left_out}
+    return [*train, *validation], train_size, facts
+
+
+def _contents(files: Sequence[str], may_be_rows: bool, left_out: Counter[str]) -> Iterator[tuple[str, bytes]]:
+    """The file and the UTF-8 of each document; ``left_out`` gets the numbers of the other rows, by the reason."""
+    from spmd_engine.formats.text_documents import documents  # Python's own source needs no check
+
+    for file in files:
+        size = os.path.getsize(file)
+        if not size or not may_be_rows:
+            yield file, Path(file).read_bytes()
+            continue
+        for document in documents([(file, size)], 0, size, size):
+            if not document.is_text:
+                raise UsageError(
+                    f"--data {document.where}: an instruction, of which only the answer is learnt; encode it first: "
+                    "data prepare --tokenizer PATH --output FILE, then --data FILE"
+                )
+            if document.left_out:
+                left_out[document.left_out] += 1
+            else:
+                yield file, b"".join(document.chunks())
 
 
 def _files(root: str, pattern: str) -> list[str]:

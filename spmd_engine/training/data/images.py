@@ -24,6 +24,7 @@ from spmd_engine.formats import (
     MappedArray,
     images_in_folder,
     images_in_table,
+    is_of_arrays,
     npz_names,
     read_idx,
     read_npz,
@@ -140,6 +141,8 @@ def _npz(file: Path) -> ImageSource:
             notes = [f"arrays that are not read: {first_few(unread)}"] if unread else []
             parts = [(str(file), read_npz(file, x), _load(read_npz(file, y))) for x, y in present]
             return _check_sources(parts, 1, notes=notes)
+    if not is_of_arrays(file):
+        raise UsageError(f"--data {file}: it is a zip file, but no .npz file of arrays; unpack it, and name the folder")
     raise UsageError(
         f"--data {file}: it has the arrays {', '.join(sorted(names)) or 'none'}; call images x and their classes y (or "
         "images and labels, or x_train, y_train, x_test, y_test)"

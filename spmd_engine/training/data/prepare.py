@@ -6,8 +6,8 @@ import json
 import os
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
@@ -18,10 +18,10 @@ from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ran
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.files import naming
-from spmd_engine.formats.text_documents import Document, count_documents, documents, find_files
+from spmd_engine.formats.text_documents import Columns, Document, count_documents, documents, find_files
 from spmd_engine.formats.token_file import TokenFacts, TokenFile, add_to_digest, layout, open_token_file
 from spmd_engine.tokens import Tokenizer
-from spmd_engine.tokens.chat import chat_text
+from spmd_engine.tokens.encoding import Encoded, around, encode_conversation, encode_pair, encode_text
 
 HELD_OUT = 20  #: one document of this many is for validation
 TOGETHER = 1 << 20  #: characters that are encoded at once, in parallel by a tokenizer's library
@@ -43,37 +43,111 @@ class _Part:
         return self.ends[-1] if self.ends else 0
 
 
-def prepare(group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: str | Path) -> TokenFile:
+@dataclass
+class FileSummary:
+    """What was read of a file, and what of it is in the result."""
+
+    file: str
+    rows: int = 0
+    documents: int = 0
+    tokens: int = 0
+    learnt: int = 0  #: tokens that are targets
+    left_out: dict[str, int] = field(default_factory=dict)  #: numbers of rows, by the reason
+    notices: dict[str, int] = field(default_factory=dict)  #: and of rows of which a part is not read
+
+    def __str__(self) -> str:
+        learnt = f", of which {self.learnt:,} are targets" if self.learnt < self.tokens else ""
+        text = f"{self.file}: {self.tokens:,} tokens of {self.documents:,} documents in {self.rows:,} rows{learnt}"
+        return "; ".join([text, *remarks(self.left_out, self.notices)])
+
+    def add(self, document: Document) -> None:
+        """Count a row."""
+        self.rows += 1
+        self.documents += not document.left_out
+        for reason, counts in ((document.left_out, self.left_out), (document.notice, self.notices)):
+            if reason:
+                counts[reason] = counts.get(reason, 0) + 1
+
+    def merge(self, other: FileSummary) -> None:
+        """Add what another rank has read of the file."""
+        for name in ("rows", "documents", "tokens", "learnt"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs in ((self.left_out, other.left_out), (self.notices, other.notices)):
+            for reason, count in theirs.items():
+                mine[reason] = mine.get(reason, 0) + count
+
+
+def remarks(left_out: Mapping[str, int], notices: Mapping[str, int]) -> list[str]:
+    """What was left out, and what was not read, in words."""
+    return [f"{count:,} left out: {reason}" for reason, count in left_out.items()] + [
+        f"{count:,} with {notice}" for notice, count in notices.items()
+    ]
+
+
+def prepare(
+    group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: str | Path, columns: Columns | None = None
+) -> TokenFile:
     """Encode documents (see ``formats.text_documents``) into a file of tokens. Collective.
 
-    The file does not depend on the number of ranks, and appears when it is complete. Each document is followed by the
-    token that ends a text; one of ``HELD_OUT`` documents is for validation. In prompts with completions, and in
-    conversations, only the completions and the assistant's answers, with their ends, are targets. Raises UsageError for
-    files that cannot be read, and for texts mixed with instructions.
+    The file does not depend on the number of ranks, and appears when it is complete. Each document stands between the
+    tokens that begin and end a text; one of ``HELD_OUT`` documents is for validation. In prompts with completions, and
+    in conversations, only the completions and the assistant's answers, with their ends, are targets. ``columns`` names
+    what to read in rows. Raises UsageError for files that cannot be read, and for texts mixed with instructions.
     """
+    return prepare_with_summary(group, paths, tokenizer, output, columns)[0]
+
+
+def prepare_with_summary(
+    group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: str | Path, columns: Columns | None = None
+) -> tuple[TokenFile, list[FileSummary]]:
+    """``prepare``, with a summary of each file."""
     files = [(name, size) for name, size in json_from_rank_zero(group, lambda: _find_inputs(paths, output))]
     total = sum(size for _, size in files)
     begin, end = (total * group.rank // group.size, total * (group.rank + 1) // group.size)
     with tempfile.TemporaryDirectory(prefix=".prepare-", dir=Path(output).resolve().parent) as folder:
-        # Which documents are for validation depends on their numbers, so all ranks count theirs first.
-        document_count = on_all_ranks(group, lambda: count_documents(files, begin, end))
-        before = int(group.all_gather(np.array([document_count]), label="prepare")[: group.rank].sum())
+        before = 0
+        if group.size > 1:
+            # Which documents are for validation depends on their numbers, so all ranks count theirs first.
+            document_count = on_all_ranks(group, lambda: count_documents(files, begin, end))
+            before = int(group.all_gather(np.array([document_count]), label="prepare")[: group.rank].sum())
 
         @naming(output)
-        def encode() -> tuple[list[_Part], np.ndarray]:
-            return _spool(_encoded(documents(files, begin, end, TOGETHER), tokenizer), before, folder)
+        def encode() -> tuple[list[_Part], np.ndarray, dict[str, FileSummary]]:
+            return _spool(_encoded(documents(files, begin, end, TOGETHER, columns), tokenizer), before, folder)
 
-        parts, kinds = on_all_ranks(group, encode)
+        parts, kinds, summaries = on_all_ranks(group, encode)
         kinds = group.all_reduce(kinds, label="prepare")
         if kinds.all():
             raise UsageError(f"{', '.join(paths)}: texts and instructions do not go together; prepare each by itself")
+        summary = _merged(group, summaries)
+        if not kinds.any():
+            raise UsageError(f"{', '.join(paths)}: there is nothing to learn in it{_why(summary)}")
         # A folder that rank 0 has just made has no links, and an unfinished file is removed with it.
         folder_name = text_from_rank_zero(group, lambda: Path(folder).name)
         try:
             unfinished = Path(output).resolve().parent / folder_name / "tokens"
-            return _write(group, parts, bool(kinds[1]), tokenizer, len(files), Path(output), unfinished)
+            return _write(group, parts, bool(kinds[1]), tokenizer, len(files), Path(output), unfinished), summary
         except UsageError as error:
             raise UsageError(f"--output {output}: {error}") from error
+
+
+def _merged(group: Group, summaries: Mapping[str, FileSummary]) -> list[FileSummary]:
+    """The summaries of all ranks, one a file."""
+    lines = "".join(json.dumps(asdict(each)) + "\n" for each in summaries.values())
+    gathered = group.all_gather(np.frombuffer(lines.encode(), np.uint8), label="prepare").tobytes()
+    merged: dict[str, FileSummary] = {}
+    for line in gathered.splitlines():
+        summary = FileSummary(**json.loads(line))
+        merged.setdefault(summary.file, FileSummary(summary.file)).merge(summary)
+    return list(merged.values())
+
+
+def _why(summary: Sequence[FileSummary]) -> str:
+    total = FileSummary("")
+    for each in summary:
+        total.merge(each)
+    reasons = "; ".join(remarks(total.left_out, {}))
+    return f" ({reasons})" if reasons else ""
 
 
 def _find_inputs(paths: Sequence[str], output: str | Path) -> list[tuple[str, int]]:
@@ -93,76 +167,90 @@ def _find_inputs(paths: Sequence[str], output: str | Path) -> list[tuple[str, in
 _Tokens = tuple[np.ndarray, np.ndarray | None]
 
 
-def _encoded(source: Iterator[Document], tokenizer: Tokenizer) -> Iterator[Iterable[_Tokens]]:
-    """The tokens of each document, one after the other, in parts if it is long."""
-    dtype = np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32
-    end = [] if tokenizer.separator is None else [tokenizer.separator]
-    texts: list[str] = []
-    size = 0  # characters of the texts
+def encoded_document(document: Document, tokenizer: Tokenizer) -> Encoded:
+    """The tokens of a document. An instruction is a conversation if the tokenizer has a chat template. Raises
+    UsageError, naming its place, for what the template refuses."""
+    if document.is_text:
+        return encode_text(tokenizer, document.content())
+    if document.messages is None and not (document.is_instruction and tokenizer.chat_template):
+        between = "\n\n" if document.is_instruction else ""
+        return encode_pair(tokenizer, f"{document.prompt}{between}", document.text)
+    try:
+        return encode_conversation(tokenizer, document.conversation or [], document.tools)
+    except UsageError as error:
+        raise UsageError(f"{document.where}: {error}") from error
 
-    def of_texts() -> Iterator[list[_Tokens]]:
+
+def _encoded(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Iterable[_Tokens]]]:
+    """Each document with its tokens, in parts if it is long; without any if it is left out."""
+    dtype = np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32
+    waiting: list[Document] = []
+    size = 0  # characters of the documents that wait
+
+    def of_waiting() -> Iterator[tuple[Document, list[_Tokens]]]:
         nonlocal size
-        for tokens in tokenizer.encode_all(texts):
-            yield [(np.array(tokens + end, dtype), None)]
-        texts.clear()
+        texts = [document.text for document in waiting if not document.left_out]
+        encoded = iter(tokenizer.encode_all(texts))
+        for document in waiting:
+            if document.left_out:
+                yield document, []
+                continue
+            tokens = next(encoded)
+            before, after = around(tokenizer, tokens, tokens)
+            yield document, [(np.array([*before, *tokens, *after], dtype), None)]
+        waiting.clear()
         size = 0
 
-    def of_long(document: Document) -> Iterator[_Tokens]:
-        for tokens in tokenizer.encode_long(document.chunks()):
-            yield tokens.astype(dtype), None
-        yield np.array(end, dtype), None
-
     for document in source:
-        if document.messages is None and document.prompt is None:
-            if document.file is not None or len(document.text) > TOGETHER:
-                yield from of_texts()
-                yield of_long(document)
-                continue
-            texts.append(document.text)
+        if document.left_out:
+            waiting.append(document)
+        elif not document.is_text:
+            yield from of_waiting()
+            encoded = encoded_document(document, tokenizer)
+            yield document, [(np.array(encoded.tokens, dtype), encoded.learnt)]
+        elif document.file is not None or len(document.text) > TOGETHER:
+            yield from of_waiting()
+            yield document, _long(document, tokenizer, dtype)
+        else:
+            waiting.append(document)
             size += len(document.text)
             if size > TOGETHER:
-                yield from of_texts()
-            continue
-        yield from of_texts()
-        pieces = _pieces(document, tokenizer, end)
-        tokens = np.array([token for piece, _ in pieces for token in piece], dtype)
-        yield [(tokens, np.concatenate([np.full(len(piece), learnt, np.uint8) for piece, learnt in pieces]))]
-    yield from of_texts()
+                yield from of_waiting()
+    yield from of_waiting()
 
 
-def _pieces(document: Document, tokenizer: Tokenizer, end: list[int]) -> list[tuple[list[int], bool]]:
-    """The pieces of a document: tokens, and whether they are targets."""
-    if document.messages is None:
-        prompt = tokenizer.encode(document.prompt or "")
-        return [(prompt, False), (tokenizer.encode(document.text, special=False) + end, True)]
-    pieces, written, messages = [], "", document.messages
-    for number, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
-        before = chat_text(tokenizer, messages[:number])
-        after = chat_text(tokenizer, messages[: number + 1], answer=False)
-        if not before.startswith(written) or not after.startswith(before):
-            raise UsageError(
-                "the chat template changes earlier messages when a conversation continues, so its answers cannot be "
-                'located. Write {"prompt": ..., "completion": ...} for each answer'
-            )
-        pieces.append((tokenizer.encode(before[len(written) :], special=False), False))
-        pieces.append((tokenizer.encode(after[len(before) :], special=False), True))
-        written = after
-    if not pieces:
-        raise UsageError("a conversation without a message of the assistant has nothing to be learnt")
-    return pieces
+def _long(document: Document, tokenizer: Tokenizer, dtype: type) -> Iterator[_Tokens]:
+    """The tokens of a long text."""
+    last = None
+    for tokens in filter(len, tokenizer.encode_long(document.chunks())):
+        if last is None:
+            yield np.array(around(tokenizer, tokens[:_EDGE].tolist(), None)[0], dtype), None
+        last = tokens
+        yield tokens.astype(dtype), None
+    yield np.array(around(tokenizer, [], [] if last is None else last[-_EDGE:].tolist())[1], dtype), None
 
 
-def _spool(encoded: Iterator[Iterable[_Tokens]], first: int, folder: str) -> tuple[list[_Part], np.ndarray]:
+_EDGE = 16  #: more tokens than a tokenizer adds before or after a text
+
+
+def _spool(
+    encoded: Iterator[tuple[Document, Iterable[_Tokens]]], first: int, folder: str
+) -> tuple[list[_Part], np.ndarray, dict[str, FileSummary]]:
     """Write this rank's documents, numbered from ``first``, to parts for training and for validation. Return the parts,
-    and the numbers of texts and of instructions."""
-    kinds = np.zeros(2, np.int64)
+    the numbers of texts and of instructions, and a summary of each file."""
+    kinds, summaries = np.zeros(2, np.int64), dict[str, FileSummary]()
     parts = [_Part(tempfile.TemporaryFile(dir=folder), tempfile.TemporaryFile(dir=folder)) for _ in range(2)]
-    for number, document in enumerate(encoded, first):
+    for number, (document, pieces) in enumerate(encoded, first):
+        if document.source not in summaries:
+            summaries[document.source] = FileSummary(document.source)
+        summary = summaries[document.source]
+        summary.add(document)
+        if document.left_out:
+            continue
         part = parts[VALIDATION if number % HELD_OUT == HELD_OUT // 2 else TRAIN]
-        end, digest, learnt = part.count, sha256(), None
-        for tokens, learnt in document:
+        begin, digest, learnt = part.count, sha256(), None
+        end = begin
+        for tokens, learnt in pieces:
             part.tokens.write(tokens.data)
             end += len(tokens)
             add_to_digest(digest, tokens, "<u4")
@@ -172,10 +260,12 @@ def _spool(encoded: Iterator[Iterable[_Tokens]], first: int, folder: str) -> tup
         part.ends.append(end)
         part.digests += digest.digest()
         kinds[int(learnt is not None)] += 1
+        summary.tokens += end - begin
+        summary.learnt += end - begin if learnt is None else int(learnt.sum())
     for part in parts:
         part.tokens.flush()
         part.learnt.flush()
-    return parts, kinds
+    return parts, kinds, summaries
 
 
 def _write(

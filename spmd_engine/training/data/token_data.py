@@ -70,7 +70,10 @@ class PreparedData(SampledData):
         facts = self.file.facts
         size = f"{facts.train_tokens:,} tokens of {facts.train_documents:,} documents"
         rest = "" if self.held_out is not self.train else f", {len(self.held_out_rows):,} more of them to validate on"
-        return f"{size} in {len(self.train_rows):,} rows{rest} ({self.file.path})"
+        dropped = self.train.left_out + (self.held_out.left_out if self.held_out is not self.train else 0)
+        length = self.train.length
+        lost = f"; {dropped:,} documents left out: nothing to learn in their first {length:,} tokens" if dropped else ""
+        return f"{size} in {len(self.train_rows):,} rows{rest} ({self.file.path}){lost}"
 
     @property
     def files(self) -> int:
@@ -154,6 +157,7 @@ class Packed:
     counts: np.ndarray  #: positions that it fills
     first: np.ndarray  #: [rows + 1]: the first piece of each row
     length: int  #: of a row
+    left_out: int = 0  #: documents that teach nothing
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -197,6 +201,7 @@ def whole_documents(
     if learnt is not None:
         usable = _any_between(learnt, begins + 1, begins + counts + 1)
         begins, counts = begins[usable], counts[usable]
+    left_out = len(ends) - len(counts)
     parts = -(-counts // length)
     number = np.repeat(np.arange(len(counts)), parts)  # the document of each piece
     offset = length * (np.arange(len(number)) - np.repeat(np.cumsum(parts) - parts, parts))
@@ -209,7 +214,7 @@ def whole_documents(
         filled += size
     if len(sizes):
         first.append(len(sizes))
-    return Packed(begins[number] + offset, sizes, np.array(first), length)
+    return Packed(begins[number] + offset, sizes, np.array(first), length, left_out)
 
 
 def _any_between(flags: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:

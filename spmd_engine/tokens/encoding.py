@@ -1,0 +1,124 @@
+"""Texts, prompts and conversations as tokens: what stands before and after them, and which tokens are learnt.
+
+A text is encoded once, as a whole: tokens at the border between what is read and what is learnt are those that a text
+without a border has. The border is found by the places of the tokens in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.errors import UsageError
+from spmd_engine.tokens.chat import Message, chat_text
+from spmd_engine.tokens.tokenizer import Tokenizer
+
+
+def around(
+    tokenizer: Tokenizer, first: Sequence[int], last: Sequence[int] | None, *, by_template: bool = False
+) -> tuple[list[int], list[int]]:
+    """The tokens to add before and after a text with these first and last tokens. It decides so for all texts.
+
+    Before it: what the tokenizer adds to every text, unless the text begins with it; nothing if a chat template has
+    written it. After it: what the tokenizer adds, or else the end token, unless the text ends with it; nothing
+    (``last`` is None) after a text that a model is to continue.
+    """
+    before, after = list(tokenizer.before), list(tokenizer.after)
+    if by_template or (before and list(first[: len(before)]) == before):
+        before = []
+    if not after and tokenizer.separator is not None:
+        after = [tokenizer.separator]
+    if last is None or (after and list(last[-len(after) :]) == after):
+        after = []
+    return before, after
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a document."""
+
+    tokens: list[int]
+    learnt: np.ndarray | None = None  #: flags of the tokens that are targets; None: all of them are
+    text: str = ""  #: what a chat template has written, or the text itself
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text that a model is to read, and to continue."""
+    tokens = tokenizer.encode(text, special=False)
+    return [*around(tokenizer, tokens, None)[0], *tokens]
+
+
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Any] | None = None
+) -> tuple[str, list[int]]:
+    """The text of a conversation up to the assistant's next message, and its tokens. Raises UsageError."""
+    text = chat_text(tokenizer, messages, tools=tools)
+    return text, tokenizer.encode(text, special=False)
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
+    """A whole document, with its end."""
+    (tokens,) = tokenizer.encode_all([text])
+    before, after = around(tokenizer, tokens, tokens)
+    return Encoded([*before, *tokens, *after], None, text)
+
+
+def encode_pair(tokenizer: Tokenizer, prompt: str, completion: str) -> Encoded:
+    """A prompt with its completion; only the latter, with its end, is learnt."""
+    tokens, places = tokenizer.encode_places(prompt + completion)
+    before, after = around(tokenizer, tokens, tokens)
+    learnt = [end > len(prompt) for _, end in places]
+    flags = np.array([0] * len(before) + learnt + [1] * len(after), np.uint8)
+    return Encoded([*before, *tokens, *after], flags, prompt + completion)
+
+
+def encode_conversation(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Any] | None = None
+) -> Encoded:
+    """A conversation, by the chat template; only the assistant's messages are learnt, each up to its end token.
+
+    If the template writes no end after the last one, the end token is added. Raises UsageError for a conversation
+    without an answer, and for templates that change what precedes an answer when the conversation continues.
+    """
+    answers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not answers:
+        raise UsageError("a conversation without a message of the assistant has nothing to be learnt")
+    messages = messages[: answers[-1] + 1]
+    text = chat_text(tokenizer, messages, answer=False, tools=tools)
+    tokens, places = tokenizer.encode_places(text)
+    begins, ends = np.array(places, np.int64).reshape(-1, 2).T
+    special = np.array([tokenizer.is_special(token) for token in tokens], bool)
+    learnt, ended = np.zeros(len(tokens), np.uint8), False
+    for begin, end in _answers(tokenizer, messages, answers, tools, text):
+        inside = np.flatnonzero((ends > begin) & (begins < end))
+        last = inside[special[inside]][-1:]
+        ended = bool(len(last)) and not text[ends[last[0]] : end].strip()
+        learnt[inside[inside <= last[0]] if ended else inside] = 1
+    after = [] if ended else around(tokenizer, tokens, tokens, by_template=True)[1]
+    return Encoded([*tokens, *after], np.concatenate([learnt, np.ones(len(after), np.uint8)]), text)
+
+
+def _answers(
+    tokenizer: Tokenizer, messages: Sequence[Message], answers: Sequence[int], tools: Any, text: str
+) -> Iterator[tuple[int, int]]:
+    """The first character of each of the assistant's messages in the text of a conversation, and that after it."""
+    for number in answers:
+        before = chat_text(tokenizer, messages[:number], tools=tools)
+        upto = (
+            text if number == answers[-1] else chat_text(tokenizer, messages[: number + 1], answer=False, tools=tools)
+        )
+        begin, end = len(before), len(upto)
+        if text.startswith(before) and not text.startswith(upto):  # a last answer may be written in another way
+            content = str(messages[number].get("content") or "").strip()
+            tail = upto[upto.rfind(content) + len(content) :]
+            at = text.find(content, begin)
+            end = at + len(content) + len(tail) if content and text[at + len(content) :].startswith(tail) else 0
+        if not text.startswith(before) or end < begin:
+            raise UsageError(
+                "the chat template changes earlier messages when a conversation continues, so its answers cannot be "
+                'located. Write {"prompt": ..., "completion": ...} for each answer'
+            )
+        yield begin, end
