@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import prod
 from string import digits
@@ -502,22 +502,19 @@ class HelpedNeighbours(_Messages):
 class SentWeights:
     """The weights that owners send, and sums of their gradients: what Unsharder and Reducer are on an owner."""
 
-    def __init__(self, dtype: np.dtype, backend: Backend) -> None:
-        self._dtype, self._backend = accumulated_in(dtype), backend
+    def __init__(self, model: Model, dtype: np.dtype, backend: Backend) -> None:
+        self._layers, self._dtype, self._backend = model.layers, accumulated_in(dtype), backend
         self._under_way: dict[int, dict[str, Pending]] = {}  # by layer and local name
         self._trees: dict[int, dict[str, Any]] = {}
-        self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
         self._sums: dict[int, dict[str, Array]] = {}
         self._untouched: set[str] = set()
 
-    def start_receive(self, layers: Mapping[int, Layer], start: Callable[[int], Pending]) -> None:
-        """Begin to receive the weights of these layers; ``start`` begins to receive the next array for a layer."""
-        self._trees.clear()
-        for number, layer in layers.items():
-            names = [*layer.parameters, *layer.buffers]
-            in_order = _leaves(tree_of({name: name for name in names}))  # as an owner sends them
-            self._under_way[number] = {name: start(number) for name in in_order}
-            self._shapes[number] = {name: parameter.whole(layer.sizes) for name, parameter in layer.parameters.items()}
+    def start_receive(self, number: int, start: Callable[[], Pending]) -> None:
+        """Begin to receive the weights of a layer; ``start`` begins to receive the next array."""
+        self._trees.pop(number, None)
+        layer = self._layers[number][1]
+        in_order = _leaves(tree_of({name: name for name in (*layer.parameters, *layer.buffers)}))  # as an owner sends
+        self._under_way[number] = {name: start() for name in in_order}
 
     def unshard(self, layer: int, **prefetch: Any) -> dict[str, Any]:
         """As ``Unsharder.unshard``."""
@@ -539,7 +536,9 @@ class SentWeights:
 
     def new_sums(self, layer: int) -> dict[str, Array]:
         """Memory for the gradients of a layer."""
-        return {name: self._backend.empty(shape, self._dtype) for name, shape in self._shapes[layer].items()}
+        described = self._layers[layer][1]
+        shapes = {name: parameter.whole(described.sizes) for name, parameter in described.parameters.items()}
+        return {name: self._backend.empty(shape, self._dtype) for name, shape in shapes.items()}
 
     def take_sums(self, layer: int) -> dict[str, Array]:
         """The sums of a step, by local name, which ends them."""
@@ -677,7 +676,7 @@ class AssignedLayers:
         owners = [owners_of(stage, axes, [ranks[number] for number in order]) for stage in range(passes.stages)]
         self._alone, self._backend, self._group = mesh.alone(), backend, mesh.all_ranks("helper")
         self._layout = layout_for(model, self._alone)
-        self.weights, extras = SentWeights(dtype, backend), _TakenExtras()
+        self.weights, extras = SentWeights(model, dtype, backend), _TakenExtras()
         self._neighbours = _Owners(passes, self._group, backend, owners, self.weights, extras)
         shards = [Shards(self._alone, self._layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
         stand_ins: Any = self.weights, self.weights, extras
@@ -719,11 +718,10 @@ class AssignedLayers:
 
     def _receive_weights(self) -> None:
         for part in self.chunks:
-            source, layers = self._neighbours.owners(part)[0], self._passes.parts[part].layers
-            self.weights.start_receive(
-                {number: self._passes.model.layers[number][1] for number in layers},
-                lambda number, source=source: self._group.start_receive(source, like=self._backend, label="weights"),
-            )
+            about: dict[str, Any] = {"like": self._backend, "label": "weights"}
+            start = partial(self._group.start_receive, self._neighbours.owners(part)[0], **about)
+            for number in self._passes.parts[part].layers:
+                self.weights.start_receive(number, start)
 
     def _context(self, scalars: Mapping[str, Any]) -> ForwardContext:
         xp, length = self._backend.xp, scalars["length"]

@@ -319,7 +319,7 @@ class Reshaper:
             raise UsageError("a live migration cannot move what is offloaded: use --protocol stop-and-copy")
 
     def move(self, shape: Shape, copies: Copies | None = None, fill: Callable[[], Any] | None = None) -> None:
-        """Continue in another shape. Collective over the world, with the idle ranks.
+        """Continue in another shape. Collective over the world.
 
         ``copies`` and ``fill`` are those of ``LayeredEngine.reshard``. The old mesh is closed. Raises UsageError on all
         ranks if the model cannot be placed; nothing has moved then.
@@ -338,8 +338,8 @@ class Reshaper:
         old.close()
         self.shape = shape
         if self.world.rank in shape.composition.ranks_outside:
-            about = model, shape.composition, shape.ranks, old
-            engine.assigned = AssignedLayers(*about, engine.dtype, engine.backend)
+            how = {"dtype": engine.dtype, "backend": engine.backend}
+            engine.assigned = AssignedLayers(model, shape.composition, shape.ranks, old, **how)
         del old  # with what its groups keep
         gc.collect()
         return_freed_memory()  # that of the old shape

@@ -139,18 +139,16 @@ def place(
     reducer = Reducer(store.storages, assignment.uses, passes)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
 
-    def neighbours_of(chunks: Sequence[range], places: Sequence[int]) -> PipelineNeighbours:
-        if uneven_axes(mesh.all_axes):
-            return UnevenNeighbours(mesh, chunks, places, backend, model, layout)
-        return PipelineNeighbours(mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None, places, backend)
-
     def chunk_of(layers: range) -> Chunk:
         parts = segments(model, layers, Recompute(recompute))
         return Chunk(parts, model.layers, shards, unsharder, reducer, extras, store.places.stash, dtype)
 
     def passes_with(assigned_layers: Sequence[Assigned]) -> Passes:
         parted = PartedPasses(model, assigned_layers, assignment.chunks, mesh.axes.get(PIPE, 1), schedule)
-        neighbours = neighbours_of([part.layers for part in parted.parts], parted.places)
+        if uneven_axes(mesh.all_axes):
+            neighbours: PipelineNeighbours = UnevenNeighbours(mesh, parted, backend, layout)
+        else:
+            neighbours = PipelineNeighbours(mesh.group(PIPE) if parted.stages > 1 else None, parted.places, backend)
         place = neighbours.stage
         chunks = {number: chunk_of(parted.parts[number].layers) for number in parted.on_place(place)}
         if assigned_layers:
