@@ -18,7 +18,7 @@ export PYTHONNOUSERSITE := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cost core-alone lint lines docs bench soak cuda-compile clean distclean
+.PHONY: help train test test-cost core-alone lint figures lines docs bench soak cuda-compile clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -54,6 +54,9 @@ lint: $(VENV)/installed-mpich-test-lint  ## check rules and format (ruff) and ty
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check --quiet .
 	$(BIN)/basedpyright
+
+figures: $(VENV)/installed-mpich-test  ## write the figures in docs/ that dry runs compute; ARGS=--check compares them
+	SPMD_FAST=0 $(BIN)/python scripts/figures.py $(ARGS)
 
 lines:  ## count code lines and files of each package against lines.toml
 	@$(PYTHON) scripts/count_lines.py

@@ -168,6 +168,16 @@ def all_positions(axes: Mapping[str, int]) -> list[MeshPosition]:
     return MeshPosition(checked_axes(axes), {}).peers(None)
 
 
+def position_of(rank: int, axes: Mapping[str, int]) -> MeshPosition:
+    """The position of a rank on the axes, in row-major order."""
+    if uneven_axes(axes):
+        return all_positions(axes)[rank]
+    coordinates = {}
+    for axis in list(axes)[::-1]:
+        rank, coordinates[axis] = divmod(rank, axes[axis])
+    return MeshPosition(axes, {axis: coordinates[axis] for axis in axes})
+
+
 def rank_grid(axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> np.ndarray:
     """The rank at each position, int[axes], from those by position (None: in order); -1 where a stage has none.
 

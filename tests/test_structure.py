@@ -216,8 +216,7 @@ ROOMS = {
     "idle ranks": (
         r"is_idle|is_placed|OtherRanks|mesh_beside",
         """
-        adaptive/migration.py adaptive/shape_changes.py comm/mesh.py comm/other_ranks.py engine/layered.py
-        engine/reshape.py engine/state/engine_state.py jobs/resolve.py
+        comm/mesh.py comm/other_ranks.py engine/layered.py engine/state/engine_state.py jobs/resolve.py
         """,
     ),
     "overlapping layers": (
@@ -242,7 +241,7 @@ ROOMS = {
         adaptive/candidates.py axes.py checkpoints/load_in_place.py cli/plan/page.py comm/views.py
         engine/parallel_config.py engine/state/assignment.py engine/state/engine_state.py engine/uneven_stages.py
         models/layouts.py planning/dry_run/analyze.py planning/dry_run/model_shards.py planning/dry_run/rank_classes.py
-        planning/dry_run/step_analysis.py planning/search/neighbours.py planning/search/plan_search.py
+        planning/search/neighbours.py planning/search/plan_search.py
         planning/search/search_space.py planning/search/shares.py
         """,
     ),

@@ -203,6 +203,12 @@ def difference(theirs: Any, ours: Any, name: str = "") -> str:
     return "" if theirs == ours else f"{name} is {json.dumps(theirs)}, and {json.dumps(ours)} in the running job"
 
 
+def _close(*several: LockedFile | HolderWatch | Port | None) -> None:
+    for one in several:
+        if one is not None:
+            one.close()
+
+
 # --- On rank 0 of the running job
 
 
@@ -269,9 +275,7 @@ class JoinRequests:
     def _drop(self, why: str) -> None:
         """Go on without the ranks that ask."""
         logger.warning("%d rank(s) that asked to join do not: %s", self.request.ranks if self.request else 0, why)
-        for each in (self._port, self._answer, self._file):
-            if each is not None:
-                each.close()
+        _close(self._port, self._answer, self._file)
         self.request = self._file = self._answer = self._port = None
 
     def take(self, order: str, ranks: str) -> Port | None:
@@ -298,9 +302,7 @@ class JoinRequests:
                     self._port.send("")
             self._drop("the run ends")
         for answer, watch in self._joined:
-            if watch is not None:
-                watch.close()
-            answer.close()
+            _close(watch, answer)
         self._joined.clear()
 
 
@@ -367,10 +369,6 @@ class Entrance:
         self._watch, self._answer = HolderWatch(self._answer, message), None
 
     def close(self) -> None:
-        if self.port is not None:
-            self.port.close()
-        for each in (self._watch, self._answer, self._file):
-            if each is not None:
-                each.close()
+        _close(self.port, self._watch, self._answer, self._file)
         path = self._folder / f"join-{self._request.id}.json"  # as the job has renamed the request
         path.unlink(missing_ok=True)

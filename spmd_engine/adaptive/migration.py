@@ -117,8 +117,8 @@ class LiveMigration:
         self._began, self._failure = monotonic(), ""
         self._copied, self._seconds, self._nbytes, self._rate = 0, 0.0, 0.0, BYTES_PER_SECOND
         self.steps = 0  #: with a part of the copy so far
-        if self._engine.is_placed:
-            self._optimizer.prepare(self._engine)
+        if reshaper.placed is not None:
+            self._optimizer.prepare(reshaper.placed)
         described = self._attempt("describing the new shape", self._describe)
         ranks = self._agree({"placements": described, "step": step_seconds})
         old, new = (read_placements([each["placements"][which] for each in ranks]) for which in ("old", "new"))
@@ -156,7 +156,7 @@ class LiveMigration:
     def _describe(self) -> dict[str, Any]:
         """The parts of all arrays that this rank has, and those that it will have: by its storage, without memory."""
         reshaper, shape, engine = self._reshaper, self.shape, self._engine
-        old, new = describe_parts(engine if engine.is_placed else None), describe_parts(None)
+        old, new = describe_parts(reshaper.placed), describe_parts(None)
         if (position := reshaper.position_in(shape)) is not None:
             axes, model = shape.axes, reshaper.model_in(shape.composition)
             ranks = DryRunRanks(axes, separate_classes(axes), Mailbox(), ["here"] * count_ranks(axes))
@@ -317,7 +317,7 @@ class LiveMigration:
     def _sources(self, kind: str) -> list[Blocks]:
         """This rank's arrays of a kind: what it updates, or buffers."""
         engine, rank = self._engine, self._group.rank
-        if not engine.is_placed:
+        if self._reshaper.placed is None:
             return [{}] * (1 if kind == "gradients" else self._flows[kind].sets)
         if kind == "gradients":
             sets = [engine.named(engine.gradients)]

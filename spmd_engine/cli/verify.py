@@ -30,15 +30,7 @@ from spmd_engine.models.user_code import code_named
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.train_config import TrainConfig
-from spmd_engine.verification import (
-    Distances,
-    GradientCheck,
-    Report,
-    engine_and_reference,
-    engine_of_model,
-    fill_zeros,
-    mesh_of_one,
-)
+from spmd_engine.verification import Report, engine_and_reference, engine_of_model, fill_zeros, mesh_of_one
 from spmd_engine.verification import verify as compare
 from spmd_engine.verification.activations import compare_activations
 from spmd_engine.verification.reference import batches_for_model, batches_of_shape
@@ -265,12 +257,6 @@ def _compare(
         if engine.device_id == 0:
             click.echo(text)
 
-    def echo_gradients(check: GradientCheck) -> None:
-        echo(f"{check}\n")
-
-    def echo_step(distances: Distances) -> None:
-        echo(f"{HEADING}\n{distances}" if distances.step == 1 else distances)
-
     training, options = case.job.training, case.options
     echo(f"{name} on mesh {engine.mesh}, compared with one device\n")
     return compare(
@@ -282,8 +268,8 @@ def _compare(
         rate=training.learning_rate,
         tolerance=options["tolerance"],
         finite_differences=own if options["finite_differences"] is None else options["finite_differences"],
-        on_gradients=echo_gradients,
-        on_step=echo_step,
+        on_gradients=lambda check: echo(f"{check}\n"),
+        on_step=lambda step: echo(f"{HEADING}\n{step}" if step.step == 1 else step),
         exact=exact,
     )
 

@@ -183,9 +183,9 @@ class Reshaper:
         self.all_ranks = Group(self.world, "world", self._ledger, **self._options)  #: also those outside the mesh
 
     @property
-    def is_idle(self) -> bool:
-        """Whether this rank is outside the mesh."""
-        return self.world.rank not in self.shape.ranks
+    def placed(self) -> LayeredEngine | None:
+        """The engine, if this rank is on its mesh."""
+        return self.engine if self.world.rank in self.shape.ranks else None
 
     def checked(
         self, request: ShapeRequest, batch_size: int | None = None, micro_batches: int = 1
@@ -244,7 +244,7 @@ class Reshaper:
         if batch_size is not None:
             check_batch(batch_size, micro_batches, layout.spec(model.inputs), position)
         needed = 0
-        if not self.is_idle:
+        if self.placed is not None:
             needed += self._bytes(self.shape, self.engine.assignment)
         if (mine := self.position_in(shape)) is not None:
             needed += self._bytes(shape, self._assigned(shape, model, mine)[1])
@@ -253,14 +253,13 @@ class Reshaper:
     def _check_memory(self, needed: int) -> None:
         """Raise UsageError if the old and the new arrays of a node's ranks exceed its memory. Collective."""
         by_rank = self.all_ranks.all_gather(np.array([needed]), label="reshape")
-        on_node = sum(n for n, host in zip(by_rank, self.world.hosts, strict=True) if host == self.world.node)
+        on_node = int(sum(by_rank[[host == self.world.node for host in self.world.hosts]]))
 
         def check() -> None:
-            if on_node > memory_here():
+            if on_node > (memory := memory_here()):
                 raise UsageError(
-                    f"parameters, gradients and optimizer state in the old and the new shape are "
-                    f"{readable_bytes(int(on_node))} on node {self.world.node}, which has "
-                    f"{readable_bytes(memory_here())} of memory"
+                    "parameters, gradients and optimizer state in the old and the new shape are "
+                    f"{readable_bytes(on_node)} on node {self.world.node}, which has {readable_bytes(memory)} of memory"
                 )
 
         on_all_ranks(self.all_ranks, check)

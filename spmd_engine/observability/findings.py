@@ -29,6 +29,10 @@ LISTED = 6  #: of the slowest
 LARGEST_SHIFT = 2.0  #: seconds between the clocks of two nodes
 
 
+Facts = Mapping[str, Any]  #: by name; what could not be observed is a text that begins with "error: "
+Ranks = Sequence[Facts]
+
+
 @dataclass(frozen=True)
 class CheckResult:
     """The state of one thing, and what to do about it."""
@@ -54,9 +58,7 @@ def error(name: str, text: str, remedy: str) -> CheckResult:
     return CheckResult(name, ERROR, text, remedy)
 
 
-def diagnose(
-    ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any], world_error: str = ""
-) -> list[CheckResult]:
+def diagnose(ranks: Ranks, together: Facts, world_error: str = "") -> list[CheckResult]:
     """The findings from the facts of each rank and of all ``together``; ``world_error``: why ranks cannot join."""
     findings = [*_launch(ranks, world_error), *_equal(ranks), *_cores(ranks), *_memory(ranks)]
     findings += _folder(ranks, together)
@@ -65,7 +67,7 @@ def diagnose(
     return [*findings, *_extras(ranks), *_gpus(ranks, together), *_failed(ranks)]
 
 
-def slowest(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> list[CheckResult]:
+def slowest(ranks: Ranks, together: Facts) -> list[CheckResult]:
     """Cores, links and disks by their speed, the slowest first."""
     names = [f"rank {n} ({_host(facts)})" for n, facts in enumerate(ranks)]
     tables = {
@@ -83,16 +85,16 @@ def slowest(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> 
     ]
 
 
-def _known(facts: Mapping[str, Any], name: str, default: Any) -> Any:
+def _known(facts: Facts, name: str, default: Any) -> Any:
     value = facts.get(name, default)
     return default if isinstance(value, str) and value.startswith("error: ") else value
 
 
-def _host(facts: Mapping[str, Any]) -> str:
+def _host(facts: Facts) -> str:
     return _known(facts, "environment", {}).get("host", "")
 
 
-def _failed(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
+def _failed(ranks: Ranks) -> Iterator[CheckResult]:
     for name in dict.fromkeys(name for facts in ranks for name in facts):
         where = [n for n, facts in enumerate(ranks) if str(facts.get(name)).startswith("error: ")]
         if where and name not in ("folder", "shared_memory"):
@@ -106,7 +108,7 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank {listed}" if len(numbers) == 1 else f"ranks {listed}"
 
 
-def _launch(ranks: Sequence[Mapping[str, Any]], world_error: str) -> Iterator[CheckResult]:
+def _launch(ranks: Ranks, world_error: str) -> Iterator[CheckResult]:
     first = ranks[0]
     mpi, launcher = _known(first, "mpi", {}), _known(first, "launcher", "")
     system, tasks, nodes = _known(first, "allocation", ("", 1, 1))
@@ -139,7 +141,7 @@ def _launch(ranks: Sequence[Mapping[str, Any]], world_error: str) -> Iterator[Ch
         yield good("MPI library", library)
 
 
-def _equal(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
+def _equal(ranks: Ranks) -> Iterator[CheckResult]:
     """What must be equal on all ranks."""
     digests = Counter(_known(facts, "package", "") for facts in ranks)
     usual = digests.most_common(1)[0][0]
@@ -165,7 +167,7 @@ def _equal(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
             yield warning(name, text, "install the same version on every node")
 
 
-def _cores(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
+def _cores(ranks: Ranks) -> Iterator[CheckResult]:
     by_node = defaultdict(list)
     for n, facts in enumerate(ranks):
         by_node[_host(facts)].append(n)
@@ -220,7 +222,7 @@ def _cores(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
         yield good("processor", *kinds)
 
 
-def _memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
+def _memory(ranks: Ranks) -> Iterator[CheckResult]:
     local = Counter(_host(facts) for facts in ranks)
     rooms = [_known(facts, "shared_memory", {"free": -1})["free"] / local[_host(facts)] for facts in ranks]
     n = min(range(len(ranks)), key=lambda n: rooms[n])
@@ -265,7 +267,7 @@ def _memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
             yield warning(name, text, remedy)
 
 
-def _seconds_of_disks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _seconds_of_disks(ranks: Ranks) -> dict[str, float]:
     """Seconds to write a file on each node, by its quickest rank, as ranks of a node write at the same time."""
     seconds: dict[str, float] = {}
     for facts in ranks:
@@ -274,7 +276,7 @@ def _seconds_of_disks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return seconds
 
 
-def _folder(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> Iterator[CheckResult]:
+def _folder(ranks: Ranks, together: Facts) -> Iterator[CheckResult]:
     for n, facts in enumerate(ranks):
         if not isinstance(facts.get("folder"), Mapping):
             text = str(facts.get("folder")).removeprefix("error: ")
@@ -306,7 +308,7 @@ def _folder(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> 
         yield good("run folder", f"{text}, and a rename is atomic")
 
 
-def _communication(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> Iterator[CheckResult]:
+def _communication(ranks: Ranks, together: Facts) -> Iterator[CheckResult]:
     found, nodes = together["ranks"], together["nodes"]
     wrong = [name for name in found[0]["right"] if not all(facts["right"][name] for facts in found)]
     seconds = {name: max(facts["seconds"][name] for facts in found) for name in found[0]["seconds"]}
@@ -341,7 +343,7 @@ def _communication(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, An
         yield warning("clocks", text, "synchronize them with NTP: logs and events of a run mix them")
 
 
-def _links(together: Mapping[str, Any]) -> Iterator[CheckResult]:
+def _links(together: Facts) -> Iterator[CheckResult]:
     nodes = together["nodes"]
     crowded = any(facts["crowded"] for facts in together["ranks"])
     kinds: dict[bool, dict[str, tuple[float, float]]] = defaultdict(dict)
@@ -380,7 +382,7 @@ def _links(together: Mapping[str, Any]) -> Iterator[CheckResult]:
             yield good(name, usual)
 
 
-def _speeds(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> Iterator[CheckResult]:
+def _speeds(ranks: Ranks, together: Facts) -> Iterator[CheckResult]:
     crowded = any(facts["crowded"] for facts in together["ranks"])
     elapsed, processor = zip(*(facts["speed"] for facts in together["ranks"]), strict=True)
     speeds = processor if crowded else elapsed  # ranks that take turns: only processor time is their own
@@ -401,7 +403,7 @@ def _speeds(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> 
         yield good("speed", f"{usual / 1e9:.1f} GFLOP/s a core in float32, alike on all ranks")
 
 
-def _extras(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
+def _extras(ranks: Ranks) -> Iterator[CheckResult]:
     lacking = defaultdict(list)
     for name in EXTRAS:
         for n, facts in enumerate(ranks):
@@ -430,7 +432,7 @@ def _extras(ranks: Sequence[Mapping[str, Any]]) -> Iterator[CheckResult]:
     yield good("extras", f"not installed: {'; '.join(texts)}" if texts else "all are installed")
 
 
-def _gpus(ranks: Sequence[Mapping[str, Any]], together: Mapping[str, Any]) -> Iterator[CheckResult]:
+def _gpus(ranks: Ranks, together: Facts) -> Iterator[CheckResult]:
     without = [n for n, facts in enumerate(ranks) if not _known(facts, "gpus", [])]
     sums = [facts["gpu"] for facts in together.get("ranks", []) if facts["gpu"]]
     if len(without) == len(ranks):

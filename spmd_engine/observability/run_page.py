@@ -307,17 +307,9 @@ def _thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.nd
 
 
 def _of_run(run: RunRecord, named: bool) -> str:
-    parts = [
-        _time_of_step(run),
-        _memory(run),
-        _traffic(run),
-        _sharding(run),
-        _events(run),
-        _sample(run),
-        _data(run),
-        _facts(run),
-    ]
-    return f"<article>{f'<h2>{escape(run.name)}</h2>' if named else ''}{''.join(parts)}</article>"
+    parts = _time_of_step, _memory, _traffic, _sharding, _events, _sample, _data, _facts
+    heading = f"<h2>{escape(run.name)}</h2>" if named else ""
+    return f"<article>{heading}{''.join(part(run) for part in parts)}</article>"
 
 
 _PARTS = {"computing": "computing", "communicating": "communicating (not hidden)", "idle": "waiting for other ranks"}

@@ -27,14 +27,7 @@ from spmd_engine.pictures import (
     text,
 )
 from spmd_engine.planning.dry_run.model_shards import ModelShard
-from spmd_engine.planning.dry_run.step_analysis import (
-    KINDS,
-    Communication,
-    Phases,
-    RankStep,
-    StepAnalysis,
-    critical_path,
-)
+from spmd_engine.planning.dry_run.step_analysis import KINDS, Communication, Phases, RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import NodeCapabilities
 from spmd_engine.planning.search.placement import annealed, tasks_of
 from spmd_engine.units import readable_bytes, readable_seconds
@@ -172,7 +165,7 @@ def print_step(analysis: StepAnalysis, rank: int, console: Console) -> None:
     console.print(f"largest peak {analysis.peak_bytes:,} bytes; below: rank {rank} (as {where})\n")
     console.print(_layers(step))
     console.print(_totals(analysis))
-    path = critical_path(analysis)
+    path = analysis.critical_path()
     console.print(
         f"critical path: {path.flops / 1e9:,.2f} GFLOP in {len(path.nodes):,} computations, through "
         f"{len(path.classes):,} ranks in turn; this rank computes {step.flops / 1e9:,.2f}\n"

@@ -29,7 +29,7 @@ def facts_of_tokenizer(tokenizer: JsonTokenizer, vocabulary: int) -> dict[str, A
     model = described["model"]
     is_byte_level = "ByteLevel" in json.dumps(described.get("pre_tokenizer"))
     if model.get("type") != "BPE" or not (is_byte_level or model.get("byte_fallback")):
-        raise UsageError(f"GGUF files have no tokenizers of this kind ({model.get('type')})")
+        raise UsageError("it is neither a byte-level BPE nor a SentencePiece BPE with tokens for bytes")
     if tokenizer.vocabulary > vocabulary:
         raise UsageError(f"it has {tokenizer.vocabulary} tokens, but the model {vocabulary}")
     by_number = {number: (token, _NORMAL) for token, number in model["vocab"].items()}

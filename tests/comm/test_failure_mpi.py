@@ -111,6 +111,19 @@ mesh.all_gather(np.ones(3))
     assert "rank 1 called nothing more: its program ended" in ended.stderr
 
 
+def test_an_early_end_of_rank_0_shows_where_another_rank_waits(job):
+    ended = job(
+        """
+if mesh.rank == 0:
+    sys.exit(0)
+mesh.all_gather(np.ones(3))
+""",
+        2,
+    )
+    assert ended.returncode != 0 and tracebacks(ended.stderr) == 1
+    assert "rank 1 of 2 failed" in ended.stderr and "mesh.all_gather(np.ones(3))" in ended.stderr
+
+
 @pytest.mark.parametrize("end", in_time(KILLS, {"by the system"}))
 def test_a_rank_that_is_killed(end, job):
     ended = job(f"""

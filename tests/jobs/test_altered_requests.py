@@ -12,7 +12,7 @@ import pytest
 from test_shape_changes import events, small_job
 
 from spmd_engine import Mesh, run_threads, train
-from spmd_engine.adaptive import ShapeRequest, shape_changes
+from spmd_engine.adaptive import ShapeRequest
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.parallel_config import ParallelConfig
 from support.altered import in_bytes, in_json, in_words
@@ -115,11 +115,6 @@ def assert_answers_all(folder, ranks, seed, count):
             assert ours.keys() == theirs.keys()
             np.testing.assert_allclose([*ours.values()], [*theirs.values()], rtol=1e-10)
         mesh.barrier()
-
-
-@pytest.fixture(autouse=True)
-def short_naps(monkeypatch):
-    monkeypatch.setattr(shape_changes, "NAP", 0.001)
 
 
 def test_a_job_on_virtual_ranks_answers_altered_requests(tmp_path):

@@ -18,7 +18,6 @@ from spmd_engine.models import Mixture, gpt
 from spmd_engine.models.mlp import deep_mlp
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
-from spmd_engine.planning.dry_run.step_analysis import critical_path
 from spmd_engine.training import Trainer
 from support import tiny
 from support.real_steps import build, real_batch
@@ -156,9 +155,9 @@ def test_shards_describe_the_parameters_of_a_rank():
 
 
 def test_a_pipeline_waits_along_its_critical_path():
-    alone = critical_path(analyze(GPT, {"data": 1}, **SIZES))
+    alone = analyze(GPT, {"data": 1}, **SIZES).critical_path()
     step = analyze(GPT, {"pipe": 3}, ParallelConfig(zero=0), **SIZES)
-    path = critical_path(step)
+    path = step.critical_path()
     assert path.classes[0] == 0 and set(path.classes) == {0, 1, 2}
     assert max(each.step.flops for each in step.classes) < path.flops < alone.flops
 

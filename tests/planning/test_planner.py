@@ -24,7 +24,7 @@ from spmd_engine.planning.planner import find_plan, fixed_plan
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.plan_search import evaluate_plan
-from spmd_engine.planning.search.reasons import gains_of_choices
+from spmd_engine.planning.search.reasons import gains
 from spmd_engine.planning.search.search import Limits
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
 from spmd_engine.units import readable_bytes
@@ -304,5 +304,19 @@ def test_an_alternative_is_compared_by_what_is_known_of_both_plans():
     closed = Estimate(plain, seconds=2.0, memory=10, sent=4.0, parts={"work": 1.0})
     chosen = replace(closed, seconds=1.0, sent=8.0, closed=closed)
     estimate = Estimate(other, seconds=1.0, memory=10, sent=6.0, parts={"work": 1.0})
-    (by_estimates,) = gains_of_choices(Limits(), chosen, [("mesh", estimate)], {}, "communication")
+    request = replace(request_for(), goal="communication")
+    (by_estimates,) = gains(request, Limits(), chosen, {}, [("mesh", estimate)])
     assert "send +50.0% bytes, take -50.0% time" in by_estimates and by_estimates.endswith("(by estimates of both)")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": "2"}, "plan: ranks is a str; give a number"),
+        ({"mesh": "data=2"}, "plan: mesh is a str; give axes with their sizes"),
+        ({"model": 3, "ranks": 2}, "plan: model is a int; give a Model, or its name"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        plan(**{"model": "mlp", **options})

@@ -5,6 +5,8 @@ import pytest
 from spmd_engine.planning.machine.files import parse_machine
 from spmd_engine.planning.simulator.check_prediction import compare_trace
 from spmd_engine.planning.simulator.simulation import COMMUNICATION, COMPUTE, Prediction
+from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.training.workload import step_of
 
 MACHINE = parse_machine("""
 name = "m"
@@ -44,3 +46,10 @@ def test_waits_inside_layers_are_no_computation_and_two_ranks_share_a_core():
     assert found.measured.parts == pytest.approx({"compute": 1.5, "contention": 0.5, "waiting": 4, "rest": 1})
     assert found.predicted.parts == pytest.approx({"compute": 3, "contention": 0, "waiting": 1, "rest": 0})
     assert sum(found.differences().values()) == pytest.approx(4 - 7)
+
+
+def test_a_predicted_step_has_samples_of_the_length_of_the_job():
+    job = TrainConfig.of(model="gpt-nano", length=16, batch_size=4, micro_batches=2, optimizer="sgd", momentum=0.0)
+    step = step_of(job)
+    assert (step["batch_size"], step["micro_batches"], step["sequence"]) == (4, 2, 16)
+    assert step["dtype"] == "float32" and not step["optimizer"].kinds

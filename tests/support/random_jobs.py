@@ -54,7 +54,7 @@ class Letters(Tokenizer):
         return self.encode(text), [(place, place + 1) for place in range(len(text))]
 
     def piece(self, token):
-        return chr(96 + token)
+        return self.decode([token])
 
 
 @dataclass

@@ -24,6 +24,7 @@ from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.sharding.rectangles import Rectangle
 
 WRITERS = 4  #: threads of a rank, if it has so many cores
+LARGEST_HALF = 65504.0  #: of float16
 AT_ONCE = 8 << 20  #: bytes; tensors up to this size are assembled in memory
 
 
@@ -136,6 +137,11 @@ def _write(file: BinaryIO, tensor: TensorToWrite, parts: Sequence[tuple[StoredVi
         target = np.memmap(file, dtype, "r+", tensor.offset, tensor.shape)
     for view, block, array in parts:
         part, place = np.asarray(array[block.index]), view.place(target, block.index)
+        if dtype == np.float16 and part.dtype != dtype and (most := float(np.abs(part).max(initial=0))) > LARGEST_HALF:
+            raise CheckpointError(
+                f"{tensor.name} has a number of magnitude {most:g}, but the largest of float16 is {LARGEST_HALF:g}: "
+                "export bfloat16 or float32"
+            )
         if is_small or place.size > part.size or not place.flags.c_contiguous:
             view.fill(place, block.index, part)
         else:

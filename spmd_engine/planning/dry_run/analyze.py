@@ -19,7 +19,7 @@ from spmd_engine.arrays.meta.device import BATCH_MEMORY, DeviceShapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.arrays.precision import dtype_of
-from spmd_engine.axes import MeshPosition, checked_axes, count_ranks, uneven_axes
+from spmd_engine.axes import MeshPosition, checked_axes, count_ranks, position_of, uneven_axes
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.base import ShardedEngine
@@ -47,14 +47,7 @@ from spmd_engine.planning.dry_run.rank_classes import (
 )
 from spmd_engine.planning.dry_run.recorder import Phase, Recorder, count_as, watch_storage
 from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
-from spmd_engine.planning.dry_run.step_analysis import (
-    ParameterShard,
-    Phases,
-    RankClass,
-    RankStep,
-    StepAnalysis,
-    position_of,
-)
+from spmd_engine.planning.dry_run.step_analysis import ParameterShard, Phases, RankClass, RankStep, StepAnalysis
 from spmd_engine.sharding.layout import Layout
 
 

@@ -6,14 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from spmd_engine.axes import PIPE, uneven_axes
-from spmd_engine.planning.dry_run.step_analysis import (
-    Communication,
-    ParameterShard,
-    RankStep,
-    StepAnalysis,
-    position_of,
-)
+from spmd_engine.axes import PIPE, position_of, uneven_axes
+from spmd_engine.planning.dry_run.step_analysis import Communication, ParameterShard, RankStep, StepAnalysis
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from spmd_engine.axes import MeshPosition, all_positions, axes_as_json, uneven_axes
+from spmd_engine.axes import axes_as_json
 
 
 class HashedOnce(tuple):
@@ -343,6 +343,10 @@ class StepAnalysis:
                 sent[operation, axes] += rank_class.count * line[2]
         return {key: (calls[key], round(sent[key])) for key in calls}
 
+    def critical_path(self) -> CriticalPath:
+        """The longest chain of computations. Communication takes no time, but computations wait for it."""
+        return _longest_chain([rank_class.step for rank_class in self.classes])
+
     def as_json(self) -> dict[str, Any]:
         """The analysis as JSON."""
         plain: dict[str, Any] = asdict(self) | {"axes": axes_as_json(self.axes)}
@@ -356,16 +360,6 @@ class StepAnalysis:
 
     def __iter__(self) -> Iterator[RankClass]:
         return iter(self.classes)
-
-
-def position_of(rank: int, axes: Mapping[str, int]) -> MeshPosition:
-    """The position of a rank on the axes, in row-major order."""
-    if uneven_axes(axes):
-        return all_positions(axes)[rank]
-    coordinates = {}
-    for axis in list(axes)[::-1]:
-        rank, coordinates[axis] = divmod(rank, axes[axis])
-    return MeshPosition(axes, {axis: coordinates[axis] for axis in axes})
 
 
 # --- The critical path: the longest chain of computations through all ranks, by FLOPs, that the end of a step waits for
@@ -388,59 +382,45 @@ class CriticalPath:
         return [number for index, number in enumerate(passed) if not index or passed[index - 1] != number]
 
 
-def critical_path(analysis: StepAnalysis) -> CriticalPath:
-    """The longest chain. Communication takes no time, but computations wait for it."""
-    return _PathFinder([rank_class.step for rank_class in analysis.classes]).find()
-
-
-class _PathFinder:
+def _longest_chain(steps: Sequence[RankStep]) -> CriticalPath:
     """Executes the steps of all classes of ranks, and notes what each computation waited for."""
+    keys = [list(_list_keys(step)) for step in steps]
+    parties: dict[Any, set[int]] = defaultdict(set)
+    for number, of_class in enumerate(keys):
+        for key, call in of_class:
+            parties[key].update([number] if call.peer is not None else call.classes)
+    done: list[list[int]] = [[] for _ in steps]  # FLOPs before the end of each computation
+    after: dict[Node, Node | None] = {}  # what each computation waited for
+    #: for each communication, by class: the FLOPs before it began, and the computation before it
+    begun: dict[Any, dict[int, tuple[int, Node | None]]] = defaultdict(dict)
 
-    def __init__(self, steps: Sequence[RankStep]) -> None:
-        self.steps = steps
-        self.keys = [list(_list_keys(step)) for step in steps]
-        self.done: list[list[int]] = [[] for _ in steps]  # FLOPs before the end of each computation
-        self.after: dict[Node, Node | None] = {}  # what each computation waited for
-        #: for each communication, by class: the FLOPs before it began, and the computation before it
-        self.begun: dict[Any, dict[int, tuple[int, Node | None]]] = defaultdict(dict)
-        self.parties: dict[Any, set[int]] = defaultdict(set)
-        for number, keys in enumerate(self.keys):
-            for key, call in keys:
-                self.parties[key].update([number] if call.peer is not None else call.classes)
-
-    def find(self) -> CriticalPath:
-        left = set(range(len(self.steps)))
-        while left:
-            moved = [number for number in sorted(left) if self._advance(number)]
-            left = {number for number in left if len(self.done[number]) < len(self.steps[number].computations)}
-            if not moved:
-                break  # the rest waits for calls that are not recorded: the path ends here
-        ends = [(flops[-1], number) for number, flops in enumerate(self.done) if flops]
-        if not ends:
-            return CriticalPath(0, ())
-        flops, number = max(ends)
-        nodes, node = [], (number, len(self.done[number]) - 1)
-        while node is not None:
-            nodes.append(node)
-            node = self.after[node]
-        return CriticalPath(flops, nodes[::-1])
-
-    def _advance(self, number: int) -> bool:
+    def advance(number: int) -> bool:
         """Execute one class of ranks until it waits; return whether it executed a computation."""
-        step, done, keys = self.steps[number], self.done[number], self.keys[number]
-        first = len(done)
+        ended, first = done[number], len(done[number])
         while True:
-            index = len(done)
-            last = (done[-1], (number, index - 1)) if done else (0, None)
-            for key, call in keys:
+            index = len(ended)
+            last = (ended[-1], (number, index - 1)) if ended else (0, None)
+            for key, call in keys[number]:
                 if call.begins <= index:
-                    self.begun[key].setdefault(number, last)
-            waits = [key for key, call in keys if call.ends == index and call.operation != "send"]
-            if index == len(step.computations) or any(set(self.begun[key]) < self.parties[key] for key in waits):
+                    begun[key].setdefault(number, last)
+            waits = [key for key, call in keys[number] if call.ends == index and call.operation != "send"]
+            if index == len(steps[number].computations) or any(set(begun[key]) < parties[key] for key in waits):
                 return index > first
-            flops, node = max([last, *(end for key in waits for end in self.begun[key].values())], key=lambda x: x[0])
-            done.append(flops + step.computations[index].flops)
-            self.after[number, index] = node
+            flops, node = max([last, *(end for key in waits for end in begun[key].values())], key=lambda x: x[0])
+            ended.append(flops + steps[number].computations[index].flops)
+            after[number, index] = node
+
+    while any([advance(number) for number in range(len(steps))]):
+        pass  # if none advances before the end, the rest waits for calls that are not recorded: the path ends there
+    ends = [(flops[-1], number) for number, flops in enumerate(done) if flops]
+    if not ends:
+        return CriticalPath(0, ())
+    flops, number = max(ends)
+    nodes, node = [], (number, len(done[number]) - 1)
+    while node is not None:
+        nodes.append(node)
+        node = after[node]
+    return CriticalPath(flops, nodes[::-1])
 
 
 def _list_keys(step: RankStep) -> Iterator[tuple[Any, Communication]]:

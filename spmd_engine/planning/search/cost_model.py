@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.precision import dtype_of
-from spmd_engine.axes import MeshPosition
+from spmd_engine.axes import MeshPosition, position_of
 from spmd_engine.engine.build import composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
@@ -27,14 +27,7 @@ from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.engine import PassCache, kind_of
-from spmd_engine.planning.dry_run.step_analysis import (
-    Computation,
-    HashedOnce,
-    Phases,
-    RankStep,
-    StepAnalysis,
-    position_of,
-)
+from spmd_engine.planning.dry_run.step_analysis import Computation, HashedOnce, Phases, RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimator
 from spmd_engine.planning.search.layer_costs import LayerCosts, ShardedLayers, ZeroComm, between, repeated_layers

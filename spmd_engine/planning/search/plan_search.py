@@ -26,14 +26,7 @@ from spmd_engine.planning.search import neighbours
 from spmd_engine.planning.search.cost_model import with_even_vocabulary
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.improve import SIMULATION, Budget, improved
-from spmd_engine.planning.search.reasons import (
-    Conflict,
-    Constraints,
-    conflict_of,
-    gain_of_order,
-    gains_of_choices,
-    gains_of_shares,
-)
+from spmd_engine.planning.search.reasons import Conflict, Constraints, conflict_of, gains
 from spmd_engine.planning.search.search import (
     LIMITS,
     SHOWN_PLANS,
@@ -294,21 +287,14 @@ class PlanSearch:
         front = thinned(found.front)
         self._closed |= {estimate.candidate: estimate for estimate in front}
         improved([*starts, *(estimate.candidate for estimate in front)], near, self._score, budget)
-        plans = sorted(self.plans.values(), key=self._goal_of)
-        best, *fitting = filter(self._keeps_all, plans)
+        plans = dict(sorted(self.plans.items(), key=lambda item: self._goal_of(item[1])))
+        best, *fitting = filter(self._keeps_all, plans.values())
         chosen = self.simulated(best.closed or best)
         closed, shown = best.closed or best, [chosen, *fitting]
         if not found.best:  # no estimate keeps the limits, so none within the limits is better
             reached = self._goal_of(closed)[0]
             found = replace(found, reached=reached, bound=reached if found.complete else min(reached, found.bound))
-        simulated: dict[Candidate, Estimate] = {}
-        for plan in plans:
-            simulated.setdefault(plan.candidate.plain, plan)
-        reasons = [
-            *gain_of_order(chosen, plans),
-            *gains_of_shares(chosen, self.plans),
-            *gains_of_choices(self.limits, chosen, choices(best.candidate), simulated, self.request.goal),
-        ]
+        reasons = list(gains(self.request, self.limits, chosen, plans, choices(best.candidate)))
         return self._result(replace(found, best=shown[:SHOWN_PLANS], front=pareto(shown)), closed, chosen, reasons)
 
     def _result(self, found: SearchResult, plan: Estimate, chosen: Estimate, reasons: Sequence[str]) -> PlanResult:

@@ -19,35 +19,20 @@ if TYPE_CHECKING:
 # --- What each choice of a plan gains over the nearest alternatives
 
 
-def gain_of_order(chosen: Estimate, plans: Sequence[Estimate]) -> Iterator[str]:
-    """What the order of ranks gains over that of the machine."""
-    usual = replace(chosen.candidate.plain, stages=None)
-    alike = [plan for plan in plans if replace(plan.candidate.plain, stages=None) == usual]
-    others = [plan.seconds for plan in alike if plan.candidate.order is None]
-    if chosen.candidate.order and others:
-        slower, order = min(others) / chosen.seconds - 1, ",".join(map(str, chosen.candidate.order))
-        yield f"rank order {order}, not as the machine lists them: that would take {slower:+.1%} time"
-
-
-def gains_of_shares(chosen: Estimate, plans: Mapping[Candidate, Estimate]) -> Iterator[str]:
-    """What uneven shares gain over even ones."""
-    for name in ("shares", "state_shares"):
-        other = plans.get(replace(chosen.candidate, **{name: None, "state_shares": None}))
-        if (shares := getattr(chosen.candidate, name)) and other is not None:
-            slower, larger = other.seconds / chosen.seconds - 1, other.memory / chosen.memory - 1
-            choice = f"{name.replace('_', ' ')} {shares}, not even"
-            yield f"{choice}: that would take {slower:+.1%} time, and {larger:+.1%} of the memory that ranks have"
-
-
-def gains_of_choices(
+def gains(
+    request: Request,
     limits: Limits,
     chosen: Estimate,
+    plans: Mapping[Candidate, Estimate],
     others: Sequence[tuple[str, Estimate | None]],
-    simulated: Mapping[Candidate, Estimate],
-    goal: str,
 ) -> Iterator[str]:
-    """What the plan gains over each alternative, for this goal. ``simulated`` has simulated plans, by candidate without
-    shares; another one is compared with the estimate of the chosen plan."""
+    """What a plan gains over simulated ``plans``, the best first, and over ``others``, with one other choice each; one
+    that is not simulated is compared with the estimate of the chosen plan."""
+    yield from _gain_of_order(chosen, plans)
+    yield from _gains_of_shares(chosen, plans)
+    goal, simulated = request.goal, dict[Candidate, Estimate]()  # by candidate without shares
+    for plan in plans.values():
+        simulated.setdefault(plan.candidate.plain, plan)
     for choice, estimate in others:
         if estimate is None:
             yield f"{choice}: the model or the batch cannot be sharded so"
@@ -57,6 +42,26 @@ def gains_of_choices(
             yield _explain_gain(choice, chosen, other, limits, goal)
         else:  # which errs alike for both plans
             yield f"{_explain_gain(choice, chosen.closed or chosen, other, limits, goal)} (by estimates of both)"
+
+
+def _gain_of_order(chosen: Estimate, plans: Mapping[Candidate, Estimate]) -> Iterator[str]:
+    """What the order of ranks gains over that of the machine."""
+    usual = replace(chosen.candidate.plain, stages=None)
+    alike = [plan for plan in plans.values() if replace(plan.candidate.plain, stages=None) == usual]
+    others = [plan.seconds for plan in alike if plan.candidate.order is None]
+    if chosen.candidate.order and others:
+        slower, order = min(others) / chosen.seconds - 1, ",".join(map(str, chosen.candidate.order))
+        yield f"rank order {order}, not as the machine lists them: that would take {slower:+.1%} time"
+
+
+def _gains_of_shares(chosen: Estimate, plans: Mapping[Candidate, Estimate]) -> Iterator[str]:
+    """What uneven shares gain over even ones."""
+    for name in ("shares", "state_shares"):
+        other = plans.get(replace(chosen.candidate, **{name: None, "state_shares": None}))
+        if (shares := getattr(chosen.candidate, name)) and other is not None:
+            slower, larger = other.seconds / chosen.seconds - 1, other.memory / chosen.memory - 1
+            choice = f"{name.replace('_', ' ')} {shares}, not even"
+            yield f"{choice}: that would take {slower:+.1%} time, and {larger:+.1%} of the memory that ranks have"
 
 
 def _explain_gain(choice: str, chosen: Estimate, other: Estimate, limits: Limits, goal: str) -> str:

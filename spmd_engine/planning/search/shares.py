@@ -11,10 +11,10 @@ from math import gcd, inf
 
 import numpy as np
 
+from spmd_engine.axes import position_of
 from spmd_engine.comm.notation import weighted_lengths
 from spmd_engine.engine.state.assignment import BATCH, STATE, WORK, Shares, shares_text
 from spmd_engine.models import Model, layout_for
-from spmd_engine.planning.dry_run.step_analysis import position_of
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.placement import shares
 from spmd_engine.planning.search.search_space import PIPE, Candidate

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from spmd_engine.axes import position_of
 from spmd_engine.models.model import Model
-from spmd_engine.planning.dry_run.step_analysis import StepAnalysis, position_of
+from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.simulator.simulation import Prediction
 from spmd_engine.training.trace import COMMUNICATION, COMPUTE, TimedSpan, trace_events, trace_text

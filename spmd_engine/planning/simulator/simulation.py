@@ -15,16 +15,9 @@ from heapq import heappop, heappush
 from itertools import count, product
 from typing import Any
 
-from spmd_engine.axes import MeshPosition, count_ranks
+from spmd_engine.axes import MeshPosition, count_ranks, position_of
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.dry_run.step_analysis import (
-    Communication,
-    HashedOnce,
-    Phases,
-    RankStep,
-    StepAnalysis,
-    position_of,
-)
+from spmd_engine.planning.dry_run.step_analysis import Communication, HashedOnce, Phases, RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.simulator.compute_time import ComputeTimes

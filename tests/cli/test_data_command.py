@@ -57,6 +57,9 @@ def test_documents_are_shown_by_kind_and_marked_without_colour(tmp_path):
         f"--- {tmp_path}/b.jsonl, at byte 55: empty, left out",
     ]
     assert [each["row"] for each in shown(tmp_path / "b.jsonl")] == [1, 2, 3, 4]
+    (tmp_path / "large.txt").write_text("some words " * 200_000)
+    (large,) = shown(tmp_path / "large.txt")
+    assert len(large["tokens"]) == (1 << 20) + 1 and large["notice"] == "of which at most 1,048,576 bytes are read"
     with pytest.raises(UsageError, match="there is nothing to read in it"):
         run("show", lines(tmp_path / "c.jsonl", []))
 
