@@ -56,6 +56,7 @@ CASES = [
     (GPT, {"pipe": 2, "data": 2}, "block2-5:rank1,head:rank1", {"zero": 3}),
     (GPT, {"pipe": 2}, "embedding:rank2,block3-4:rank2,block5:rank1", {"schedule": "zero-bubble"}),
     (GPT, {"data": 2, "pipe": 2}, "block2-3:rank4", {"schedule": "interleaved", "zero": 1}),
+    (GPT, {"pipe": 2, "model": (1, 2)}, "block1-2:rank2", {"zero": 1}),  # whose stage has one rank
     (GPT, {"pipe": 2}, "block3:rank2,block6:rank3", {"overlap_layers": "4"}),  # block3 is in the overlap
     (GPT, {"data": 2}, "block1-2:rank2", {"zero": 3, "offload": "optimizer,parameters,activations"}),
     (EXPERTS, {"data": 1}, "block1:rank1", {"recompute": "block"}),
