@@ -216,8 +216,7 @@ ROOMS = {
     "idle ranks": (
         r"is_idle|is_placed|OtherRanks|mesh_beside",
         """
-        adaptive/migration.py adaptive/shape_changes.py comm/mesh.py comm/other_ranks.py engine/layered.py
-        engine/reshape.py engine/state/engine_state.py jobs/resolve.py
+        comm/mesh.py comm/other_ranks.py engine/layered.py engine/state/engine_state.py jobs/resolve.py
         """,
     ),
     "overlapping layers": (

@@ -117,7 +117,7 @@ class ShapeChanges(Hook):
     def _act(self, order: Mapping[str, Any] | None = None) -> None:
         """Do and report what is due after a step; ``order``: that of the job, on ranks that join."""
         reshaper, change = self._reshaper, self._change
-        if not (reshaper.is_idle or (self._live and not self._live.is_last)):
+        if reshaper.placed is not None and (self._live is None or self._live.is_last):
             self._run.finish_saving(must=False)  # on the old mesh; it may fail
         if self._requests and reshaper.others.ranks:
             reshaper.others.wake({"hook": self._run.hooks.index(self)})
@@ -210,7 +210,7 @@ class ShapeChanges(Hook):
             if not merged:
                 reshaper.grow(port)
             run.gather_memory_limits(reshaper.all_ranks)
-            notices = [each for hook in run.hooks for each in hook.prepare(self._workload.job, reshaper.all_ranks)]
+            notices = [notice for hook in run.hooks for notice in hook.prepare(self._workload.job, reshaper.all_ranks)]
         if port:
             port.close()
         nodes = [reshaper.world.hosts[rank] for rank in joins]
@@ -234,7 +234,7 @@ class ShapeChanges(Hook):
         elif protocol == "checkpoint-based":
             from spmd_engine.checkpoints import load_checkpoint  # which few runs need
 
-            on_all_ranks(reshaper.all_ranks, lambda: None if reshaper.is_idle else run.save())
+            on_all_ranks(reshaper.all_ranks, lambda: run.save() if reshaper.placed else None)
             options = {"fill": lambda: load_checkpoint(run.folder, run.engine, run.trainer.optimizer)}
         with self._phase("changing shape, step"):
             reshaper.move(shape, **options)

@@ -19,6 +19,7 @@ from spmd_engine.engine import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.foreign import first_few
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.models.load_config import load_config, located
 from spmd_engine.models.names import other_meaning
 
@@ -73,6 +74,8 @@ def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path
     The engine's adapters are read from the folder ``adapter``, if it is given; otherwise they are drawn. Raises the
     same UsageError on all ranks if the weights are wrong on any rank.
     """
+
+    check_argument("load_pretrained: engine", engine, LayeredEngine, "a LayeredEngine, before the path")
 
     def read() -> tuple[Pretrained, dict[str, Sliceable]]:
         pretrained = Pretrained(path)

@@ -31,6 +31,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.state.assignment import shares_text
 from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.sharding.placement import ArrayPlacement, Placement, exchange_placements, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle
 
@@ -94,6 +95,8 @@ class Save:
         facts: Mapping[str, Any] | None = None,
         background: bool = False,
     ) -> None:
+        check_argument("save_checkpoint: engine", engine, ShardedEngine, "a ShardedEngine, after the folder")
+        check_argument("save_checkpoint: step", step, int, "a number")
         self.step, self._keep, self._group = step, keep, engine.group()
         self._folder = CheckpointFolder(folder)
         self._config, self._facts, self._mesh = config, dict(facts or {}), mesh_name(engine)

@@ -17,7 +17,7 @@ from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending
-from spmd_engine.formats.text_documents import Columns, documents, find_files, format_name, parse_columns
+from spmd_engine.formats.text_documents import CHUNK, Columns, documents, find_files, format_name, parse_columns
 from spmd_engine.formats.token_file import TokenFile, is_token_file, open_token_file
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.runtime.launchers import launcher_rank
@@ -143,11 +143,8 @@ def show(path: str, model: str, count: int, output: str, as_json: bool, columns:
     if Path(path).exists() and holds_images(path):
         print_images(path, count, output, as_json)
         return
-    shown = (
-        _in_token_file(path, count) if is_token_file(path) else _in_texts(path, model, count, parse_columns(columns))
-    )
-    found = False
-    for document in shown:
+    named, found = parse_columns(columns), False
+    for document in _in_token_file(path, count) if is_token_file(path) else _in_texts(path, model, count, named):
         found = True
         click.echo(json.dumps(document, ensure_ascii=False) if as_json else "\n".join(_as_lines(document)))
     if not found:
@@ -162,8 +159,11 @@ def _in_texts(path: str, model: str, count: int, columns: Columns | None) -> Ite
         ending = format_name(file[0])
         if seen[ending, "text"] >= count and ending == "text":
             continue
-        for number, document in enumerate(documents([file], 0, _ALL, _ALL, columns), 1):
+        for number, document in enumerate(documents([file], 0, _ALL, CHUNK, columns), 1):
             kind = document.left_out or document.kind
+            if document.file is not None:
+                begin = next(document.chunks(), b"").decode(errors="ignore")
+                document = document._replace(file=None, text=begin, notice=f"of which at most {CHUNK:,} bytes are read")
             seen[ending, kind] += 1
             if seen[ending, kind] <= count:
                 facts = {"where": document.where, "row": number, "kind": kind}
@@ -172,6 +172,8 @@ def _in_texts(path: str, model: str, count: int, columns: Columns | None) -> Ite
                     continue
                 encoded = encoded_document(document, tokenizer)
                 learnt = [1] * len(encoded.tokens) if encoded.learnt is None else encoded.learnt.tolist()
+                if notice := encoded.notice or document.notice:
+                    facts["notice"] = notice
                 yield {**facts, **_tokens(tokenizer, encoded.tokens, learnt), "text": encoded.text}
             elif number > 100 * count:
                 break
@@ -200,7 +202,9 @@ def _as_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"{title}, left out"
         return
     pieces, learnt = document["pieces"], document["learnt"]
-    yield f"{title}, {len(pieces):,} tokens, {sum(learnt):,} of them learnt"
+    yield ", ".join(
+        [f"{title}, {len(pieces):,} tokens, {sum(learnt):,} of them learnt", *filter(None, [document.get("notice")])]
+    )
     line, size, shown = [], 0, min(len(pieces), _MOST_TOKENS)
     for at in range(shown):
         piece = json.dumps(pieces[at], ensure_ascii=False)[1:-1]

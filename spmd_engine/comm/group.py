@@ -342,6 +342,8 @@ class Group:
 
     def _check_peer(self, operation: str, rank: int) -> None:
         """Raise UsageError unless ``rank`` is another rank of the group."""
+        if not hasattr(rank, "__index__"):
+            raise UsageError(f"{operation} over {self.axes!r}: rank is {rank!r}; give a number of the group")
         if rank == self.rank and self.size > 1:
             raise UsageError(f"{operation} over {self.axes!r}: rank {rank} is this rank itself; give another one")
         if not 0 <= rank < self.size:

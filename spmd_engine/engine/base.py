@@ -382,6 +382,7 @@ class ShardedEngine(Collectives, EngineDefinition):
         total = np.zeros(1 + len(self.metrics))
         with self.inference():
             for batch in batches:
+                contract.check_batch(batch, "evaluation")
                 counts.append(count := self.count(batch))
                 scores = Scores(loss or self.loss, self.metrics)
                 for micro in map(self._on_own_backend, batch.micro_batches):

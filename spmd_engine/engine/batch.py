@@ -13,7 +13,7 @@ from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.notation import Spec
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.contract import check_call, described
+from spmd_engine.layers.contract import check_argument, check_call, described
 from spmd_engine.layers.layer import Documents
 
 if TYPE_CHECKING:
@@ -109,6 +109,9 @@ def check_batch(size: int, micro_batches: int, inputs: Spec, mesh: MeshPosition)
 def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches: int = 1, step: int = 0) -> Batch:
     """A Batch from whole arrays that every rank has; each takes its part. Raises UsageError if inputs or targets are no
     arrays, or differ in their numbers of rows."""
+    if isinstance(engine, type) or not hasattr(engine, "batch_span"):
+        raise UsageError(f"batch_of: engine is {described(engine)}; give a ShardedEngine")
+    check_argument("batch_of: micro_batches", micro_batches, int, "a number")
     for name, array in (("inputs", inputs), ("targets", targets)):
         if not getattr(array, "shape", None):
             raise UsageError(f"batch_of: {name} is a {type(array).__name__}; give an array, by numpy.asarray({name})")

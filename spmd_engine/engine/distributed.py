@@ -25,7 +25,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import Assignment, ZeroConfig
 from spmd_engine.engine.zero.parameter_store import ParameterStore, StoredEngine
 from spmd_engine.engine.zero.reducer import Reducer
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.contract import described
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
@@ -82,9 +82,11 @@ def as_distributed(
 
 def _dtype(dtype: Any) -> str:
     try:
-        return dtype_of(dtype).name
-    except (TypeError, AttributeError) as error:
-        raise UsageError(f"as_distributed: dtype is {dtype!r}; choose {', '.join(FLOATS)}") from error
+        if (name := dtype_of(dtype).name) in FLOATS:
+            return name
+    except (TypeError, AttributeError):
+        pass
+    raise UsageError(f"as_distributed: dtype is {dtype!r}; {one_of(dtype, FLOATS)}")
 
 
 def _build_named_model(name: str, mesh: Mesh | None, options: dict[str, Any]) -> LayeredEngine:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,13 @@ from spmd_engine.engine.state.moving_state import MovingState, unpack
 from spmd_engine.engine.zero.parameter_store import StoredEngine, check_shapes
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.layout import Layout, block_of, in_order
 from spmd_engine.sharding.shards import Shards
 
-AT_A_TIME = 1 << 25  # bytes of a large parameter to load at a time, if its rows are cheap to read
+AT_A_TIME = 1 << 23  # bytes of a large parameter to load at a time, if its rows are cheap to read
 
 
 class LayeredEngine(StoredEngine):
@@ -78,6 +80,8 @@ class LayeredEngine(StoredEngine):
         placed: bool = True,
         trained: bool = True,
     ) -> None:
+        check_argument("LayeredEngine: model", model, Model, "a Model; as_distributed also takes names and layers")
+        check_argument("LayeredEngine: mesh", mesh, (Mesh, NoneType), "a Mesh, as Mesh(data=2)")
         self.model, self.seed, self.backend, self._trained = model, seed, backend, trained
         # That of a job is there before ``__init__``.
         self.dtype = dtype_of(next(each for each in (dtype, self.dtype, np.float32) if each is not None))
@@ -169,7 +173,7 @@ class LayeredEngine(StoredEngine):
 
         state = on_all_ranks(move.group, placed, catch=Exception if copies else (UsageError, OSError))
         before, state_before = vars(self).copy(), dict(optimizer.state) if optimizer else {}
-        packed = [each.pack(self) if self.is_placed else (None, {}) for each in states]
+        packed = [one.pack(self) if self.is_placed else (None, {}) for one in states]
         try:
             self.model = model
             self.gradients, self.input_gradient = {}, None  # of the last step, on the old mesh

@@ -27,6 +27,7 @@ BACKGROUND = (255, 255, 255, 255)  #: white, behind what is transparent
 _GREY, _COLOUR = {"1", "L", "LA", "La"}, {"P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"}
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that exchange height and width
 _ORIENTATION, _WHITE_IS_ZERO = 274, (262, 0)  # a tag of EXIF; a tag of TIFF and its value
+_SIZE_OF_TIFF = 256, 257  # tags of width and height
 
 
 # --- One image
@@ -62,7 +63,7 @@ def _dtype(image: Any) -> str:
         return "uint8"
     if image.format == "TIFF" and image.tag_v2.get(_WHITE_IS_ZERO[0]) == _WHITE_IS_ZERO[1]:
         raise ValueError(f"white is 0 in its pixels of mode {image.mode}; save it with black as 0")
-    if image.mode.startswith("I;16") or image.mode == "I" and image.format == "PPM":
+    if image.mode.startswith("I;16") or image.mode == "I" and image.format in ("PPM", "PNG"):  # at most 16 bits
         return "uint16"
     if image.mode == "F":
         return "float32"
@@ -70,15 +71,19 @@ def _dtype(image: Any) -> str:
 
 
 def _upright_size(image: Any) -> tuple[int, int]:
-    """Height and width as the orientation in EXIF says, without reading pixels; Pillow applies that of a TIFF."""
+    """Height and width as the orientation in EXIF says, without reading pixels."""
     exif = import_module("PIL.Image").Image.getexif(image)  # not a PNG's own method, which reads the pixels
-    is_turned = image.format != "TIFF" and exif.get(_ORIENTATION) in _TURNED
-    return (image.width, image.height) if is_turned else (image.height, image.width)
+    width, height = image.size
+    if image.format == "TIFF":  # some versions of Pillow have turned the size already
+        width, height = (image.tag_v2[tag] for tag in _SIZE_OF_TIFF)
+    return (width, height) if exif.get(_ORIENTATION) in _TURNED else (height, width)
 
 
 def _pixels(image: Any, kind: ImageKind) -> np.ndarray:
     """Pixels[h w c] of an image: upright, on the background, with the channels of the kind."""
-    upright = import_module("PIL.ImageOps").exif_transpose(image)
+    image.load()  # the EXIF of a PNG may follow its pixels
+    is_upright = image.getexif().get(_ORIENTATION, 1) == 1
+    upright = image if is_upright else import_module("PIL.ImageOps").exif_transpose(image)
     if upright.has_transparency_data:
         if kind.dtype != "uint8":
             raise ValueError(f"pixels of mode {image.mode} are transparent; save it without transparency")
@@ -186,13 +191,13 @@ class ListedImages:
 
     where: Path
     parts: dict[str, list[tuple[Path, str]]] = field(default_factory=lambda: {"": []})
-    skipped: dict[str, list[str]] = field(default_factory=dict)  #: files that are not read, by the reason
+    skipped: dict[str, dict[str, None]] = field(default_factory=dict)  #: files that are not read, once, by the reason
 
     def skip(self, reason: str, path: Path) -> None:
         """Count a file, or all files of a folder, as skipped."""
         files = [inside for inside in path.rglob("*") if not inside.is_dir()] if path.is_dir() else [path]
         names = (file.relative_to(self.where) if file.is_relative_to(self.where) else file for file in files)
-        self.skipped.setdefault(reason, []).extend(map(str, sorted(names)))
+        self.skipped.setdefault(reason, {}).update(dict.fromkeys(map(str, sorted(names))))
 
     def skip_if_of_system(self, path: Path) -> bool:
         """Count what operating systems leave in folders as skipped; whether it is that."""
@@ -223,25 +228,29 @@ def images_in_folder(folder: str | Path) -> LabelledImages:
         if len(folders) != 1 or loose or not any(map(Path.is_dir, folders[0].iterdir())):
             break
         folder = folders[0]  # as an archive unpacks
-    if len(tables := [path for path in loose if is_table(path)]) == 1 and len(folders) < 2:
-        return images_in_table(tables[0], listed)
+    if len(folders) < 2 and (table := _table_in(folder)):
+        return images_in_table(table, listed)
     for path in loose:
         listed.skip("in no class's folder", path)
     by_name = {path.name.lower(): path for path in folders}
     train = next((by_name[name] for name in TRAIN if name in by_name), None)
-    if train is None or not by_name.keys() <= {*TRAIN, *HELD_OUT} or not _has_classes(train):
+    if train is None or not by_name.keys() <= {*TRAIN, *HELD_OUT} or not (_has_classes(train) or _table_in(train)):
         _list_classes(folder, folders, listed, "")
-        return _labelled(listed, sorted(path.name for path in folders))
-    for part in (train, *(by_name[name] for name in HELD_OUT if name in by_name)):
-        if "held out" in listed.parts or not _has_classes(part):
-            listed.skip(f"in {part.name}/, which is not used", part)
-            continue
-        inside = [path for path in sorted(part.iterdir()) if not listed.skip_if_of_system(path)]
-        for path in inside:
-            if not path.is_dir():
-                listed.skip("in no class's folder", path)
-        _list_classes(part, list(filter(Path.is_dir, inside)), listed, "" if part == train else "held out")
-    return _labelled(listed, sorted({name for _, name in listed.parts[""]}))
+        return _labelled(listed, sorted(path.name for path in folders), [])
+    unread: list[str] = []
+    for folder in (train, *(by_name[name] for name in HELD_OUT if name in by_name)):
+        part, table = "" if folder == train else "held out", None if _has_classes(folder) else _table_in(folder)
+        if "held out" in listed.parts or not _has_classes(folder) and table is None:
+            listed.skip(f"in {folder.name}/, which is not used", folder)
+        elif table is not None:
+            unread += _list_table(table, listed, part)
+        else:
+            inside = [path for path in sorted(folder.iterdir()) if not listed.skip_if_of_system(path)]
+            for path in inside:
+                if not path.is_dir():
+                    listed.skip("in no class's folder", path)
+            _list_classes(folder, list(filter(Path.is_dir, inside)), listed, part)
+    return _labelled(listed, _in_order({name for _, name in listed.parts[""]}, bool(_table_in(train))), unread)
 
 
 def _is_of_system(path: Path) -> bool:
@@ -250,6 +259,17 @@ def _is_of_system(path: Path) -> bool:
 
 def _has_classes(folder: Path) -> bool:
     return any(path.is_dir() and not _is_of_system(path) for path in folder.iterdir())
+
+
+def _table_in(folder: Path) -> Path | None:
+    """The only table in a folder, or None."""
+    tables = [path for path in folder.iterdir() if is_table(path) and path.is_file() and not _is_of_system(path)]
+    return tables[0] if len(tables) == 1 else None
+
+
+def _in_order(names: Iterable[str], as_numbers: bool) -> list[str]:
+    """Sort names of classes; ``as_numbers`` if all are whole numbers: names of folders are always texts."""
+    return sorted(sorted(names), key=int if as_numbers and all(map(_WHOLE.fullmatch, names)) else None)
 
 
 def _list_classes(folder: Path, classes: Sequence[Path], listed: ListedImages, part: str) -> None:
@@ -278,8 +298,11 @@ def _files_of_class(folder: Path, listed: ListedImages, depth: int = 0) -> Itera
             listed.skip("neither a file nor a folder", path)
 
 
-def _labelled(listed: ListedImages, names: Sequence[str], notes: Sequence[str] = ()) -> LabelledImages:
-    """Survey the listed images: their kind, and their classes as numbers, in the order of ``names``."""
+def _labelled(listed: ListedImages, names: Sequence[str], unread: Sequence[str]) -> LabelledImages:
+    """Survey the listed images: their kind, and their classes as numbers, in the order of ``names``.
+
+    ``unread`` are the columns of tables that are not read.
+    """
     kind, animated = common_kind([(str(path), str(path)) for images in listed.parts.values() for path, _ in images])
     numbers, parts = {name: number for number, name in enumerate(names)}, []
     for images in listed.parts.values():
@@ -289,10 +312,12 @@ def _labelled(listed: ListedImages, names: Sequence[str], notes: Sequence[str] =
         labels = np.array([numbers[name] for _, name in images], np.int64)
         paths = tuple(str(path.resolve()) for path, _ in images)
         parts.append((ImageFiles(paths, (len(paths), kind.height, kind.width, kind.channels), kind.dtype), labels))
-    texts = [f"{len(files):,} left out: {reason} ({first_few(files)})" for reason, files in listed.skipped.items()]
+    texts = [f"{len(files):,} left out: {reason} ({first_few([*files])})" for reason, files in listed.skipped.items()]
     if animated:
         texts.append(f"{len(animated):,} with several frames, of which the first is read ({first_few(animated)})")
-    return LabelledImages(parts, names, [*notes, *texts])
+    if unread:
+        texts.insert(0, f"columns that are not read: {first_few([*dict.fromkeys(unread)])}")
+    return LabelledImages(parts, names, texts)
 
 
 # --- A table of paths and classes
@@ -317,12 +342,18 @@ def images_in_table(file: str | Path, listed: ListedImages | None = None) -> Lab
     """
     file = Path(file)
     listed = listed or ListedImages(file.parent)
+    unread = _list_table(file, listed)
+    return _labelled(listed, _in_order({name for _, name in listed.parts[""]}, True), unread)
+
+
+def _list_table(file: Path, listed: ListedImages, part: str | None = None) -> list[str]:
+    """List the images of a table, in its parts or in the one that is given; returns the columns that are not read."""
     lines, unread = _table_lines(file)
     splits = {line.split for line in lines}
     held_out = next((name for name in HELD_OUT if name in splits), None)
     for line in lines:
-        if line.split in ("", *TRAIN):
-            listed.parts[""].append((line.path, line.name))
+        if part is not None or line.split in ("", *TRAIN):
+            listed.parts.setdefault(part or "", []).append((line.path, line.name))
         elif line.split == held_out:
             listed.parts.setdefault("held out", []).append((line.path, line.name))
         elif line.split in HELD_OUT:
@@ -331,13 +362,13 @@ def images_in_table(file: str | Path, listed: ListedImages | None = None) -> Lab
             raise UsageError(
                 f"{line.where}: the part {line.split!r} is not known; {one_of(line.split, (*TRAIN, *HELD_OUT))}"
             )
+    if not listed.parts[""]:
+        raise UsageError(f"{file}: no images are to learn from; the column of parts must have {TRAIN[0]}, too")
     paths = {line.path for line in lines}
     for path in sorted({beside for folder in {path.parent for path in paths} for beside in folder.iterdir()} - paths):
         if not listed.skip_if_of_system(path) and path.is_file() and path != file:
             listed.skip("not in the table", path)
-    names = {name for _, name in listed.parts[""]}
-    order = sorted(names, key=int) if all(map(_WHOLE.fullmatch, names)) else sorted(names)
-    return _labelled(listed, order, [f"columns that are not read: {first_few(unread)}"] if unread else [])
+    return unread
 
 
 def table_columns(line: str) -> list[int | None]:

@@ -370,25 +370,26 @@ def _no_utf8(name: str, error: UnicodeDecodeError) -> UsageError:
 # --- Rows
 
 
-def _lines(file: BinaryIO, name: str, end: int = 1 << 62, at: int = 0) -> Iterator[tuple[int, bytes]]:
-    """The first byte and the content of each line that is not blank and begins before ``end``."""
+def _lines(file: BinaryIO, name: str, end: int = 1 << 62, at: int = 0, mark: int = 0) -> Iterator[tuple[int, bytes]]:
+    """The first byte and the content of each line that is not blank and begins before ``end``. The bytes of a ``mark``,
+    which have been read, belong to the first line."""
     while at < end and (line := file.readline(MOST_BYTES + 1)):
         if len(line) > MOST_BYTES:
             raise UsageError(f"{name}, at byte {at}: a line of more than {MOST_BYTES:,} bytes")
         if not line.isspace():
             yield at, line
-        at += len(line)
+        at, mark = at + mark + len(line), 0
 
 
 def _json_lines(
     file: Any, name: str, columns: Columns | None, span: tuple[int, int] = (0, 1 << 62), parse: bool = True
 ) -> Rows:
     """An object a line, of the lines that begin in the span."""
-    at = 0
+    at, mark = 0, file.tell() if file.seekable() else 0
     if span[0] > 0:
         at = file.seek(span[0] - 1)
-        at += len(file.readline())
-    for place, line in _lines(file, name, span[1], at):
+        at, mark = at + len(file.readline()), 0
+    for place, line in _lines(file, name, span[1], at, mark):
         where = f"{name}, at byte {place}"
         yield where, _parsed(line, where) if parse else None
 
@@ -458,11 +459,15 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
         yield where, value
 
 
+#: Keys under which data sets have their rows.
+_LISTS = ("data", "dataset", "documents", "examples", "instances", "items", "records", "rows", "train")
+
+
 def _as_text(value: Any, text: str, name: str) -> Any:
     """The text of a JSON file without documents; raises UsageError if they are in a list in it."""
     if isinstance(value, Mapping):
         for key, rows in value.items():
-            if isinstance(rows, list) and rows and _kind(rows[0]):
+            if isinstance(rows, list) and rows and (_kind(rows[0]) or (key in _LISTS and isinstance(rows[0], Mapping))):
                 raise UsageError(f"{name}: its documents are the list {key!r}; write that list alone to a file")
     logger.warning("%s has no documents, and is read as plain text", name)
     return {"text": text}
@@ -495,16 +500,17 @@ def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
     _pyarrow(f"{name}: a Parquet table")
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(file)
+    table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK)  # else it reads all of the file
     there = table.schema_arrow.names
     wanted = [each for each in there if each in (set(columns.values()) if columns else _KNOWN)]
     if not wanted and table.metadata.num_rows:
         raise _no_document(name, there)
     number = 0
-    for batch in table.iter_batches(1024, columns=wanted):
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{name}, row {number}", row
+    for group in range(table.num_row_groups):
+        for batch in table.iter_batches(1024, row_groups=[group], columns=wanted, use_threads=False):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{name}, row {number}", row
 
 
 PARQUET = ".parquet"
@@ -524,7 +530,7 @@ USUAL = {
     "prompt": ("prompt", "question"),
     "completion": ("completion", "response", "answer"),
     "instruction": ("instruction",),
-    "input": ("input",),
+    "input": ("input", "context"),
     "output": ("output", "response"),
     "text": ("text", "content"),
     "tools": ("tools",),
@@ -549,7 +555,7 @@ def document_of(content: Any, where: str, columns: Columns | None = None, source
         text = content["text"]
         if text and isinstance(text, str):
             return Document(text, source=source, where=where)
-    place = {"source": source, "where": where}
+    place: dict[str, Any] = {"source": source, "where": where}
     found = _fields(content, where, columns)
     kinds = _kinds(found)
     if not kinds:

@@ -13,7 +13,7 @@ from spmd_engine.arrays.precision import scaled
 from spmd_engine.arrays.random import bernoulli, key_of
 from spmd_engine.comm.pending import UNDER_WAY, Deferred, then, wait_for
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.contract import check_declarations, check_sizes
+from spmd_engine.layers.contract import check_argument, check_declarations, check_sizes
 from spmd_engine.layers.layer import Extra, Layer, Parameters
 from spmd_engine.layers.linear import Linear
 from spmd_engine.sharding.shards import Shards
@@ -174,6 +174,7 @@ class Branch(Chain):
     """
 
     def __init__(self, norm: Layer | None, inner: Layer, *, after: Layer | None = None, scale: float = 1.0):
+        check_argument(f"{type(self).__name__}: inner", inner, Layer, "a layer; Chain joins several")
         check_declarations(inner)
         self.inner, self.scale = inner, scale
         layers = ("norm", norm), ("", inner), ("norm_after", after)

@@ -12,7 +12,7 @@ from spmd_engine.arrays.images import conv2d, conv2d_input_gradient, conv2d_weig
 from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.pending import then, wait_for
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.contract import check_letters
+from spmd_engine.layers.contract import check_argument, check_letters
 from spmd_engine.layers.declarations import Activation, Parameter
 from spmd_engine.layers.images import ImageWindows, Padding, Pair
 from spmd_engine.layers.layer import Layer
@@ -73,6 +73,7 @@ class Conv2d(Layer):
         reduced: bool = True,
     ) -> None:
         check_letters("Conv2d", inputs, outputs)
+        check_argument("Conv2d: image", image, (tuple, list), "its height and width, as (8, 8)")
         i, o = self.channels = inputs[0], outputs[0]
         if groups > 1 and i != o:
             raise UsageError(f"Conv2d from {i!r} to {o!r} in {groups} groups: give both the same letter")

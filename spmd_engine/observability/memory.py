@@ -74,7 +74,7 @@ def draw_storage(job: TrainConfig, model: Model, composition: ParallelConfig) ->
     )
     sharded_axes = dict.fromkeys(axis for group in assignment.groups for axis in group.summed.cut)
     ranks = elements_per_rank(model, axes, composition, dtype.itemsize)
-    rows = [("array", "on a rank", "dtype", "place", "bytes on rank 0", "on the rank with most")]
+    rows: list[tuple[str, ...]] = [("array", "on a rank", "dtype", "place", "bytes on rank 0", "on the rank with most")]
     for row in composition.storage.table(axes, tuple(sharded_axes), dtype).values():
         held = [0 if row.kind == RESIDUE else _bytes_of(row, elements, states) for elements in ranks]
         if row.kind in (FROZEN, BUFFER) and not any(held):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from spmd_engine.engine.build import composed_layout
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.importing import uncollected
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.models import Model
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
@@ -73,6 +75,9 @@ def plan(
 
     Raises UsageError for an unknown model or machine, and for options that contradict each other.
     """
+    check_argument("plan: model", model, (str, Model), "a Model, or its name")
+    check_argument("plan: mesh", mesh, (Mapping, NoneType), 'axes with their sizes, as {"data": 2}')
+    check_argument("plan: ranks", ranks, (int, Sequence, NoneType) if not isinstance(ranks, str) else int, "a number")
     fixed = {**(fixed or {}), **({"mesh": checked_axes(mesh)} if mesh else {})}
     if ranks is None:
         if not mesh:

@@ -21,6 +21,7 @@ from spmd_engine.engine.state.moving_cache import pack_cache, unpack_cache
 from spmd_engine.engine.state.moving_state import Parts
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.serving.sampling import SamplingOptions, Vocabulary, choose
 from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.shards import Shards
@@ -219,6 +220,9 @@ def generate(
     of text as soon as later tokens cannot change it. Raises UsageError for a prompt that is empty, has unknown tokens
     or leaves no room in the context, and for a model that takes no tokens.
     """
+    check_argument("generate: sampling", sampling, SamplingOptions, "SamplingOptions(temperature=...)")
+    if isinstance(prompts, str) or any(isinstance(prompt, (str, int)) for prompt in prompts):
+        raise UsageError("generate: prompts are lists of tokens, [[1, 2], [3]]; a tokenizer encodes texts")
     model = NextTokens(engine, sampling, log_probs=log_probs)
     _check(engine, prompts, stopping, tokenizer)
     writer = _Writer(engine, prompts, stopping, tokenizer, sampling, on_text, batch_size)

@@ -43,6 +43,7 @@ class Encoded:
     tokens: list[int]
     learnt: np.ndarray | None = None  #: flags of the tokens that are targets; None: all of them are
     text: str = ""  #: what a chat template has written, or the text itself
+    notice: str = ""  #: what of the document is not in it
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -98,7 +99,17 @@ def encode_conversation(
         ended = bool(len(last)) and not text[ends[last[0]] : end].strip()
         learnt[inside[inside <= last[0]] if ended else inside] = 1
     after = [] if ended else around(tokenizer, tokens, tokens, by_template=True)[1]
-    return Encoded([*tokens, *after], np.concatenate([learnt, np.ones(len(after), np.uint8)]), text)
+    flags = np.concatenate([learnt, np.ones(len(after), np.uint8)])
+    return Encoded([*tokens, *after], flags, text, _unwritten(tokenizer.chat_template or "", messages, tools))
+
+
+def _unwritten(template: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+    """What of a conversation its template does not mention."""
+    calls = any(message.get("tool_calls") for message in messages)
+    for name, has_some in ("tools", tools), ("tool_calls", calls):
+        if has_some and name not in template:
+            return f"{name}, which the chat template does not write"
+    return ""
 
 
 def _answers(

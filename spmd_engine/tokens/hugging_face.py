@@ -15,10 +15,11 @@ import numpy as np
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
 from spmd_engine.tokens.long_text import encode_long
-from spmd_engine.tokens.tokenizer import Tokenizer
+from spmd_engine.tokens.tokenizer import BROKEN, Tokenizer
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 SPECIAL = "special_tokens_map.json"
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  #: a space in vocabularies of SentencePiece
 #: Fields of tokenizer_config.json that enable a token before or after every text, and the names of these tokens.
 AROUND = {"add_bos_token": "bos_token", "add_eos_token": "eos_token"}
 
@@ -52,8 +53,9 @@ class JsonTokenizer(Tokenizer):
                 named = self._inner.id_to_token(token) if isinstance(token, int) else token
                 if named is not None and self._inner.token_to_id(named) is not None:
                     self.special.setdefault(name, named)
-            known = [each for each in self.special.values() if self._inner.token_to_id(each) is not None]
-            self._inner.add_special_tokens(list(dict.fromkeys(known)))  # no text is split into a part of one
+            added = {each.content for each in self._inner.get_added_tokens_decoder().values()}
+            known = {each for each in self.special.values() if self._inner.token_to_id(each) is not None}
+            self._inner.add_special_tokens(sorted(known - added))  # then no text is split into parts of one
             end = self.special.get("eos_token")
             self.separator = self.end = self._inner.token_to_id(end) if end is not None else None
             if around:
@@ -99,7 +101,9 @@ class JsonTokenizer(Tokenizer):
         return encoding.ids, encoding.offsets
 
     def piece(self, token: int) -> str:
-        return self._inner.id_to_token(token) or f"<{token}>"
+        named = self._inner.id_to_token(token) or f"<{token}>"
+        text = self._inner.decode([token], skip_special_tokens=False)
+        return named if not text or BROKEN in text or SPACE in named else text
 
     def is_special(self, token: int) -> bool:
         return token in self._special

@@ -37,7 +37,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def piece(self, token: int) -> str:
-        """The token as the vocabulary writes it, also a special one."""
+        """The text of a token, also of a special one; as the vocabulary writes it where it is a part of a character."""
 
     def is_special(self, token: int) -> bool:
         """Whether it is a token of its own, that no text is split into."""

@@ -25,6 +25,7 @@ from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.engine.helpers import follow_orders
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.pictures import html_table
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
@@ -83,6 +84,8 @@ class Run:
         sample: Callable[[], str] = lambda: "",
         hooks: Sequence[Hook] = (),
     ) -> None:
+        check_argument("Run: folder", folder, (str, Path), "the path of a folder, before the trainer")
+        check_argument("Run: trainer", trainer, Trainer, "a Trainer, after the folder")
         self.folder, self.trainer, self.validation = Path(folder), trainer, validation
         self.eval_every, self.save_every, self.trace, self.sample = eval_every, save_every, trace, sample
         self.config, self.facts = config, dict(facts or {})

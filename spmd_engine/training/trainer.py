@@ -244,6 +244,8 @@ class Trainer:
 
         If any rank receives a signal meanwhile, they are of the batches before it, and all ranks' flags are taken.
         """
+        if isinstance(batches, Batch):
+            raise UsageError("Trainer.evaluate: batches is one Batch; give a list of them")
         with self.engine.mesh.activity.phase("evaluating, step", self.steps_done):
             evaluation = self._evaluate(batches)
         if not np.isfinite(evaluation.loss):

@@ -15,6 +15,7 @@ from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.errors import NotFiniteError, UsageError
+from spmd_engine.layers.contract import check_argument, described
 from spmd_engine.verification.comparison import ComparedTensor, LocalPart, Measured, examine, from_first, measure
 from spmd_engine.verification.diagnosis import INITIAL, PARAMETER
 from spmd_engine.verification.finite_differences import check_gradients
@@ -67,6 +68,9 @@ def verify(
 
     Raises NotFiniteError if the reference diverges, UsageError if the two cannot be compared.
     """
+    check_argument("verify: engine", engine, ShardedEngine, "the engine of all ranks, and its reference on rank 0")
+    if not callable(batches):
+        raise UsageError(f"verify: batches is {described(batches)}; give a function of engine and step")
     pair = Pair(engine, reference, batches, loss, tolerance, exact)
     optimizers = optimizer(), optimizer(), optimizer()
     agreed: list[Distances] = []

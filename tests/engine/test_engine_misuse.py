@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, as_distributed, run_threads
-from spmd_engine.engine import SGD, AdamW, ShardedEngine
+from spmd_engine.checkpoints import save_checkpoint
+from spmd_engine.engine import SGD, AdamW, LayeredEngine, ShardedEngine
 from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
 from spmd_engine.engine.distributed import make_engine
 from spmd_engine.errors import UsageError
+from spmd_engine.layers import Attention, LayerNorm, Residual
 from spmd_engine.losses import cross_entropy
+from spmd_engine.models import two_layers
 from spmd_engine.training import Trainer
 from support.linear_engine import Linear
 from support.strangers import Bare
@@ -468,6 +471,18 @@ OF_WRONG_TYPES = {
     "AdamW: betas is 0.9; give two numbers": lambda: AdamW(betas=0.9),
     r"block\('w', ...\): a list of 1 is no array": lambda: own().load_checkpoint({"w": [[1.0]]}),
     "lacks backward, forward, load_checkpoint: define": lambda: make_engine(ShardedEngine, Mesh()),
+    "batch_of: engine is the class Own; give a ShardedEngine": lambda: batch_of(X, Y, Own),
+    "batch_of: micro_batches is a str; give a number": lambda: batch_of(X, Y, own(), "2"),
+    "LayeredEngine: model is a str; give a Model": lambda: LayeredEngine("gpt-nano"),
+    r"LayeredEngine: mesh is a str; give a Mesh, as Mesh\(data=2\)": lambda: LayeredEngine(two_layers(2, 3), "data=1"),
+    "as_distributed: dtype is 'bf16'; did you mean 'bfloat16'": lambda: as_distributed(own(), dtype="bf16"),
+    "evaluation: a tuple of 2 is no Batch": lambda: own().evaluate((X, Y)),
+    "Trainer.evaluate: batches is one Batch; give a list": lambda: Trainer(own(), None, None, None).evaluate(
+        batch_of(X, Y, own())
+    ),
+    "save_checkpoint: engine is a str; give a ShardedEngine, after": lambda: save_checkpoint(own(), "folder"),
+    "Residual: inner is a list of 1; give a layer": lambda: Residual(LayerNorm(4), [LayerNorm(4)]),
+    "Attention: width is a str; give a number": lambda: Attention("8", 2),
 }
 
 

@@ -117,7 +117,8 @@ def read_one(tmp_path, picture, name="a.png"):
 @pytest.mark.parametrize("name", ["a.png", "a.tif", "a.pgm"])
 def test_grey_of_16_bits_is_read_as_it_is(tmp_path, name):
     grey = np.random.default_rng(2).integers(0, 1 << 16, (4, 6)).astype(np.uint16)
-    pixels = read_one(tmp_path, Image.fromarray(grey), name)
+    pgm = b"P5 6 4 65535\n" + grey.astype(">u2").tobytes()
+    pixels = read_one(tmp_path, pgm if name == "a.pgm" else Image.fromarray(grey), name)
     assert pixels.dtype == np.uint16
     np.testing.assert_array_equal(pixels[..., 0], grey)
 
@@ -326,9 +327,33 @@ def test_a_table_may_say_the_parts(tmp_path):
     ]  # fmt: skip
 
 
+def test_each_part_may_have_a_table(tmp_path):
+    """As in data sets of Hugging Face's hub that are folders of images."""
+    place(tmp_path, "train/a.png", "train/b.png", "validation/c.png", "test/d.png", "train/e.png")
+    for part, rows in {"train": "a.png,10,x\nb.png,9,x\n", "validation": "c.png,9,x\n"}.items():
+        (tmp_path / part / "metadata.csv").write_text(f"file_name,label,note\n{rows}")
+    (tmp_path / "train" / ".DS_Store").write_text("x")
+    found = images_in_folder(tmp_path)
+    assert [values(part) for part in found.parts] == [([0, 1], [1, 0]), ([2], [0])] and found.names == ["9", "10"]
+    assert found.notes == [
+        "columns that are not read: note",
+        "1 left out: left by an operating system (train/.DS_Store)",
+        "1 left out: not in the table (train/e.png)",
+        "1 left out: in test/, which is not used (test/d.png)",
+    ]
+
+
+def test_nothing_is_counted_twice(tmp_path):
+    file = table(tmp_path, "path,label\na.png,x\nimg/b.png,y\nimg/c.png,y\n")
+    (tmp_path / ".DS_Store").write_text("x")
+    assert images_in_folder(tmp_path).notes == ["1 left out: left by an operating system (.DS_Store)"]
+    assert images_in_table(file).notes == ["1 left out: left by an operating system (.DS_Store)"]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("path,label,split\na.png,x,val\n", "no images are to learn from; the column of parts must have train, too"),
         ("path,label\nb.png,x\n", "labels.csv, line 2: there is no file .*b.png"),
         (f"path,label\n{'b' * 300}.png,x\n", "labels.csv, line 2: the path cannot be used: File name too long"),
         ("path,label\na.png,x\nimg/b.png,\n", "line 3: there is no class"),

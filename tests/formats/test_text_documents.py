@@ -160,6 +160,10 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
         ({"question": "a", "answer": "b"}, {"prompt": "a", "text": "b"}),
         ({"instruction": "a", "input": "", "output": "b"}, {"prompt": "a", "text": "b", "is_instruction": True}),
         ({"instruction": "a", "input": "c", "output": "b"}, {"prompt": "a\n\nc", "text": "b", "is_instruction": True}),
+        (
+            {"instruction": "a", "context": "c", "response": "b"},
+            {"prompt": "a\n\nc", "text": "b", "is_instruction": True},
+        ),
         ({"messages": CHAT}, {"messages": CHAT}),
         ({"text": "", "messages": CHAT}, {"messages": CHAT}),
         ({"text": "a", "messages": CHAT}, {"messages": CHAT, "notice": "text beside messages, not read"}),
@@ -202,6 +206,7 @@ def test_a_row_is_a_document_by_the_usual_names(tmp_path, row, expected):
         ("x.json", '[{"text": "a"}, {"te', "item 2: it cannot be read as JSON"),
         ("x.json", '[{"text": "a"}]]', "after the end of its array"),
         ("x.json", '{"version": 1, "data": [{"text": "a"}]}', "its documents are the list 'data'"),
+        ("x.json", '{"data": [{"title": "a"}]}', "its documents are the list 'data'"),
         ("x.csv", "text,id\na,b,c\n", "line 2: 3 columns, but the first line names 2"),
         ("x.csv", 'text,id\n"a,b\n', "line 2: unexpected end of data"),
         ("x.csv", "title,id\na,b\n", "it has title, id: name what to read"),
@@ -241,12 +246,13 @@ def test_columns_are_named(tmp_path):
 def test_spans_have_each_document_once(tmp_path):
     rng = random.Random(3)
     for name in ("a.txt", "b.jsonl", "c.csv", "d.jsonl.gz", "e.json"):
-        rows = [{"text": f"{name} {number} " * rng.randrange(1, 9)} for number in range(9)]
+        rows = [{"text": f"{name} {number} " * rng.randrange(1, 4)} for number in range(5)]
         content = {".csv": "id,text\n" + table(rows), ".json": json.dumps(rows)}.get(format_name(name), lines(rows))
-        write(tmp_path, name, gzip.compress(content.encode()) if name.endswith("gz") else content)
+        marked = (codecs.BOM_UTF8 if name == "b.jsonl" else b"") + content.encode()
+        write(tmp_path, name, gzip.compress(marked) if name.endswith("gz") else marked)
     files = find_files([str(tmp_path)])
     whole, total = read(tmp_path), sum(size for _, size in files)
-    for parts in (2, 7):
+    for parts in (2, 7, total):  # the last one: a byte each
         bounds = [total * part // parts for part in range(parts + 1)]
         spans = [list(documents(files, *span, 1 << 60)) for span in zip(bounds, bounds[1:])]
         assert [each for span in spans for each in span] == whole

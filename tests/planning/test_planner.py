@@ -307,3 +307,16 @@ def test_an_alternative_is_compared_by_what_is_known_of_both_plans():
     request = replace(request_for(), goal="communication")
     (by_estimates,) = gains(request, Limits(), chosen, {}, [("mesh", estimate)])
     assert "send +50.0% bytes, take -50.0% time" in by_estimates and by_estimates.endswith("(by estimates of both)")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": "2"}, "plan: ranks is a str; give a number"),
+        ({"mesh": "data=2"}, "plan: mesh is a str; give axes with their sizes"),
+        ({"model": 3, "ranks": 2}, "plan: model is a int; give a Model, or its name"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        plan(**{"model": "mlp", **options})

@@ -39,7 +39,7 @@ def written(*meshes):
                 if axes != reshaper.shape.axes:
                     wanted, _ = reshaper.checked(ShapeRequest({"mesh": axes}))
                     reshaper.move(wanted)
-                if not reshaper.is_idle:
+                if reshaper.placed:
                     model.inference_loop(islice(calls, EACH if number < len(meshes) else None), writer)
             return [sequence.tokens for sequence in writer.sequences]
 

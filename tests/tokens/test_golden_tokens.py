@@ -24,6 +24,14 @@ def write_folder(folder, name, template=None):
     return folder
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("name", GOLDEN["folders"])
+def test_the_manifest_is_what_transformers_does_here(tmp_path, name):
+    transformers = pytest.importorskip("transformers", reason="needs transformers, whose tokens these are")
+    read = transformers.AutoTokenizer.from_pretrained(write_folder(tmp_path, name))
+    assert [read(text)["input_ids"] for text in GOLDEN["texts"]] == GOLDEN["ids"][name]
+
+
 @pytest.mark.parametrize("name", GOLDEN["folders"])
 def test_texts_have_the_tokens_of_transformers(tmp_path, name):
     found = read_tokenizer(write_folder(tmp_path, name))

@@ -95,6 +95,15 @@ def test_grey_of_16_bits_has_white_at_its_largest_number(tmp_path):
     np.testing.assert_array_equal(x[:, 0, 0, 0], y)
 
 
+def test_files_beside_those_of_idx_are_named(tmp_path):
+    write_idx(tmp_path, held_out=4), write_idx(tmp_path, compressed=True)
+    (tmp_path / "README.md").write_text("x")
+    (images,) = load(tmp_path)
+    assert images.notes == [
+        "3 left out: beside the files that are read (README.md, train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz)"
+    ]
+
+
 def test_arrays_that_are_not_read_are_named(tmp_path):
     (images,) = load(write_npz(tmp_path / "a.npz", x=PIXELS, y=LABELS, z=LABELS, x_val=PIXELS))
     assert images.notes == ["arrays that are not read: x_val, z"]

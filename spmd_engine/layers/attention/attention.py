@@ -16,6 +16,7 @@ from spmd_engine.layers.attention.attention_config import AttentionConfig
 from spmd_engine.layers.attention.context import ContextMethod, GatherKeys
 from spmd_engine.layers.attention.kv_cache import cached_attention
 from spmd_engine.layers.attention.qk_norm_rope import QKNormRope, Rotary
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.sharding.shards import Shards
@@ -53,6 +54,7 @@ class Attention(Layer):
         out_std: float = 0.02,
         **fields: Any,
     ):
+        check_argument("Attention: width", width, int, "a number")
         config = _with_fields(config or AttentionConfig(), fields)
         shared = heads if key_value_heads is None else key_value_heads
         if shared < 1 or heads % shared or (config.head_width is None and width % heads):

@@ -118,7 +118,8 @@ def _parquet(files: Sequence[Path]) -> ImageSource:
 
 
 def _idx(folder: Path) -> ImageSource:
-    parts = []
+    parts: list[tuple[str, Part, np.ndarray]] = []
+    read = set()
     for patterns in IDX_NAMES:
         # The least is not the .gz file, if both exist.
         images, labels = (min(folder.glob(pattern), default=None) for pattern in patterns)
@@ -127,7 +128,10 @@ def _idx(folder: Path) -> ImageSource:
         if images is None or labels is None:
             raise UsageError(f"--data {folder}: {patterns[0]} and {patterns[1]} go together, and one is missing")
         parts.append((str(images), read_idx(images), _load(read_idx(labels))))
-    return _check_sources(parts, 2 * len(parts))
+        read |= {images, labels}
+    others = [path.name for path in sorted(folder.iterdir()) if path not in read]
+    notes = [f"{len(others):,} left out: beside the files that are read ({first_few(others)})"] if others else []
+    return _check_sources(parts, 2 * len(parts), notes=notes)
 
 
 def _npz(file: Path) -> ImageSource:

@@ -207,6 +207,7 @@ def _encoded(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple
         elif not document.is_text:
             yield from of_waiting()
             encoded = encoded_document(document, tokenizer)
+            document = document._replace(notice=encoded.notice or document.notice)
             yield document, [(np.array(encoded.tokens, dtype), encoded.learnt)]
         elif document.file is not None or len(document.text) > TOGETHER:
             yield from of_waiting()
