@@ -93,7 +93,8 @@ def examine(
             tuple(np.arange(n)[places] for n, places in zip(expected.shape, part.index, strict=True)),
             on_host(part.found),
             _block(expected, part.index),
-            *(None if array is None else on_host(array) for array in (part.before, part.base)),
+            None if part.before is None else on_host(part.before),
+            None if part.base is None else on_host(part.base),
         )
     limit = tolerance * measured.scale
     summed = micro_batches if tensor.micro_batch is None else 1
