@@ -210,7 +210,7 @@ class ShapeChanges(Hook):
             if not merged:
                 reshaper.grow(port)
             run.gather_memory_limits(reshaper.all_ranks)
-            notices = [each for hook in run.hooks for each in hook.prepare(self._workload.job, reshaper.all_ranks)]
+            notices = [notice for hook in run.hooks for notice in hook.prepare(self._workload.job, reshaper.all_ranks)]
         if port:
             port.close()
         nodes = [reshaper.world.hosts[rank] for rank in joins]

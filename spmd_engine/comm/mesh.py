@@ -11,7 +11,7 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.axes import MeshPosition, Over, axes_text, checked_axes, count_ranks, rank_grid
 from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.communicators.threads import current_thread_communicator
+from spmd_engine.comm.communicators.threads import current_thread_communicator, solo
 from spmd_engine.comm.group import Group, Out, Sizes
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.other_ranks import OtherRanks
@@ -254,6 +254,12 @@ class Mesh(Collectives, MeshPosition):
         part = self.ranks[np.ix_(*(places(axis) for axis in axes))]
         members = part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1)
         return members[members >= 0].tolist()
+
+    def alone(self) -> Mesh:
+        """A mesh of this rank alone."""
+        mesh = Mesh(solo(self.comm.progress), ledger=self.ledger)
+        mesh.others = self.others
+        return mesh
 
     def all_ranks(self, name: str = "world") -> Group:
         """All ranks of the job, also those that are not on the mesh; ``name`` stands for axes."""

@@ -7,7 +7,7 @@ from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.helpers import assigned_layers
+from spmd_engine.engine.helpers import AssignedLayers
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
@@ -38,10 +38,9 @@ def build_engine(
     if not placed or mesh.others.have_this:
         backend = get_backend(device, *mesh.process_on_node)
         outside = LayeredEngine(engine_model, mesh, seed=model.seed, dtype=model.dtype, backend=backend, placed=False)
-        if mesh.others.have_this:
-            outside.assigned = assigned_layers(
-                engine_model, composition, mesh, mesh.others.on_mesh, outside.dtype, backend
-            )
+        if mesh.others.world.rank in composition.ranks_outside:
+            ranks = mesh.others.on_mesh
+            outside.assigned = AssignedLayers(engine_model, composition, ranks, mesh, outside.dtype, backend)
         return outside
     return LayeredEngine(
         engine_model,

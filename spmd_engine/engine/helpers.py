@@ -3,7 +3,7 @@
 The owners keep the weights, their gradients, the optimizer state and the buffers. A range of layers that is assigned to
 a helper rank is a *part* of its stage's chunk; between two such parts, and at both ends, is one of the owners', perhaps
 without layers. All ranks execute programs on parts as they do on chunks: those of a stage follow from its schedule, and
-a helper rank computes what its stages send, in the order in which they do; ``HelpedPasses`` makes both, and proves that
+a helper rank computes what its stages send, in the order in which they do; ``PartedPasses`` makes both, and proves that
 they can be executed together.
 
 1. Rank 0 orders a pass, and the first owner of each part sends its weights, if they have changed.
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import prod
 from string import digits
@@ -30,8 +30,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.precision import accumulated_in
-from spmd_engine.axes import all_positions, axes_text
-from spmd_engine.comm.communicators.threads import solo
+from spmd_engine.axes import all_positions, axes_of_stage, axes_text
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh, ranks_by_position
 from spmd_engine.comm.pending import Deferred, Pending
@@ -105,14 +104,15 @@ def parse_assign(text: str | None) -> tuple[Assigned, ...]:
     return tuple(assigned)
 
 
-@requirement("assign", nearest="Name other layers, or use other axes", of_model=True)
+@requirement("assign", nearest="Name other layers, or use other axes", of_model=True, left_out=("assign",))
 def _layers_of_helper_ranks(case: Case) -> None:
     """layers that are whole on each owner: sharded over samples alone"""
     options, axes, model = case.options, case.axes, case.model
     taken: set[int] = set()
     for term in options.assigned:
         option, numbers = f"--assign {term.layers}:rank{term.rank}", term.numbers(model)
-        splits = [axis for axis, size in axes.items() if size != 1 and axis not in (*BATCH, PIPE)]
+        owners = [axes_of_stage(axes, stage) for stage in stages_of(term, model, axes, options)]
+        splits = [axis for each in owners for axis, size in each.items() if size > 1 and axis not in (*BATCH, PIPE)]
         if any("e" in model.layers[number][1].sizes for number in numbers):
             over = ("expert",) if options.expert_axes is None else options.expert_axes
             splits += [axis for axis in over if axes.get(axis, 1) > 1]
@@ -163,15 +163,15 @@ def parts_of(chunks: Sequence[range], assigned: Sequence[Assigned], model: Model
 
 
 @dataclass(frozen=True)
-class HelpedPasses:
-    """The passes through a model whose layers are assigned in part: what each place does, in order."""
+class PartedPasses:
+    """The passes through a model whose layers are assigned in part, or not: what each place does, in order."""
 
     model: Model
     assigned: Sequence[Assigned]
     chunks: Sequence[range]
     stages: int
     schedule: schedules.Schedule
-    _programs: dict[int, list[schedules.Program]] = field(default_factory=dict)  # by the number of micro-batches
+    _programs: dict[tuple[int, int], schedules.Program] = field(default_factory=dict)  # by micro-batches and place
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -187,14 +187,14 @@ class HelpedPasses:
     def places(self) -> list[int]:
         """The place of each part."""
         return [
-            part.chunk % self.stages if part.rank is None else self.stages + self.helpers.index(part.rank)
-            for part in self.parts
+            self.stage_of(number) if part.rank is None else self.stages + self.helpers.index(part.rank)
+            for number, part in enumerate(self.parts)
         ]
 
     @property
     def first(self) -> int:
         """The first part that passes on a gradient: nobody needs that of data."""
-        return int(not self.parts[0].layers and len(self.parts) > 1 and self.parts[1].layers.start == 0)
+        return int(not self.parts[0].layers and self.parts[1].layers.start == 0)
 
     def on_place(self, place: int) -> list[int]:
         """The parts on a place."""
@@ -206,7 +206,7 @@ class HelpedPasses:
 
     def helped_on(self, stage: int) -> list[int]:
         """The parts of a stage that helper ranks compute."""
-        return [n for n, part in enumerate(self.parts) if part.rank is not None and part.chunk % self.stages == stage]
+        return [n for n, part in enumerate(self.parts) if part.rank is not None and self.stage_of(n) == stage]
 
     def one_pass(self, kind: type[schedules.Compute], place: int) -> schedules.Program:
         """Forwards or backwards of one micro-batch."""
@@ -218,19 +218,25 @@ class HelpedPasses:
             order += [schedules.MoveGradients(0, part) for part in reversed(self.helped_on(place))]
         else:
             order = [each(0, part) for part in reversed(parts) for each in (kind, schedules.MoveGradients)]
-        return schedules.with_transfers(order, len(self.parts) - 1, sends_unfinished=len(order), first=self.first)
+        return self._with_transfers(order, len(order))
 
-    def programs(self, micro_batches: int) -> list[schedules.Program]:
-        """The programs of a step, by place. Raises UsageError if they would wait for each other."""
-        if micro_batches not in self._programs:
-            orders = self._orders(micro_batches)
+    def _with_transfers(self, order: list[schedules.Compute], unfinished: int) -> schedules.Program:
+        if len({*self.places}) == 1:
+            return [*order]
+        return schedules.with_transfers(order, len(self.parts) - 1, sends_unfinished=unfinished, first=self.first)
+
+    def program(self, micro_batches: int, place: int) -> schedules.Program:
+        """The program of a step on a place. Raises UsageError if those of all would wait for each other."""
+        key = micro_batches, place
+        if key not in self._programs and not self.helpers:
+            self._programs[key] = self.schedule.program(self.stages, *key)
+        elif key not in self._programs:
             unfinished = self.schedule.sends_unfinished(self.stages, micro_batches) * len(self.parts)
-            about: dict[str, Any] = {"sends_unfinished": unfinished, "first": self.first}
-            made = [schedules.with_transfers(order, len(self.parts) - 1, **about) for order in orders]
+            made = [self._with_transfers(order, unfinished) for order in self._orders(micro_batches)]
             names = [f"stage {stage}" for stage in range(self.stages)]
             check_programs(made, self.places, names + [f"helper rank {rank}" for rank in self.helpers])
-            self._programs[micro_batches] = made
-        return self._programs[micro_batches]
+            self._programs.update({(micro_batches, number): program for number, program in enumerate(made)})
+        return self._programs[key]
 
     def _orders(self, micro_batches: int) -> list[list[schedules.Compute]]:
         """What each place computes. In rounds every stage computes what is next, if it has what it needs, and every
@@ -282,10 +288,10 @@ class HelpedPasses:
         return isinstance(compute, schedules.Forward), other.m, other.chunk
 
 
-def passes_of(model: Model, composition: ParallelConfig, axes: Mapping[str, Any]) -> HelpedPasses:
+def passes_of(model: Model, composition: ParallelConfig, axes: Mapping[str, Any]) -> PartedPasses:
     """The passes of a composition on a mesh with these axes."""
     chunks, schedule = composition.chunks_on(axes, model), composition.schedule_on(axes)
-    return HelpedPasses(model, composition.assigned, chunks, axes.get(PIPE, 1), schedule)
+    return PartedPasses(model, composition.assigned, chunks, axes.get(PIPE, 1), schedule)
 
 
 def stages_of(term: Assigned, model: Model, axes: Mapping[str, Any], composition: ParallelConfig) -> list[int]:
@@ -310,7 +316,7 @@ _KINDS = 8  # channels of a message between two parts: at most so many arrays
 class _Messages(PipelineNeighbours):
     """What both ends know: on which channels an array is sent."""
 
-    def __init__(self, passes: HelpedPasses, group: Group, backend: Backend) -> None:
+    def __init__(self, passes: PartedPasses, group: Group, backend: Backend) -> None:
         super().__init__(None, passes.places, backend)
         self.passes, self._group, self.first = passes, group, passes.first
         helped = [part for part in passes.parts if part.rank is not None]
@@ -342,20 +348,13 @@ class _Messages(PipelineNeighbours):
 
     def _extras(self, part: int) -> list[tuple[int, bool, str, tuple[int, ...]]]:
         """What forwards of a part return in addition: layer, whether it is an update of a buffer, name, and shape."""
-        return [
-            (number, is_update, name, shape)
-            for number, layer in self._layers(part)
-            for is_update, shapes in ((True, _updated(layer)), (False, _side_outputs(layer)))
-            for name, shape in shapes.items()
-        ]
-
-
-def _updated(layer: Layer) -> dict[str, tuple[int, ...]]:
-    return {name: buffer.whole(layer.sizes) for name, buffer in layer.buffers.items() if not buffer.frozen}
-
-
-def _side_outputs(layer: Layer) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(layer.sizes[x] for x in output.dims.split()) for name, output in layer.side_outputs.items()}
+        extras = []
+        for number, layer in self._layers(part):
+            updated = {name: buffer for name, buffer in layer.buffers.items() if not buffer.frozen}
+            extras += [(number, True, name, buffer.whole(layer.sizes)) for name, buffer in updated.items()]
+            for name, output in layer.side_outputs.items():
+                extras.append((number, False, name, tuple(layer.sizes[x] for x in output.dims.split())))
+        return extras
 
 
 def _arrays_of(ctx: ForwardContext) -> dict[str, Array]:
@@ -381,7 +380,7 @@ class HelpedNeighbours(_Messages):
     def __init__(
         self,
         between: PipelineNeighbours,
-        passes: HelpedPasses,
+        passes: PartedPasses,
         mesh: Mesh,
         unsharder: Unsharder,
         reducer: Reducer,
@@ -503,22 +502,19 @@ class HelpedNeighbours(_Messages):
 class SentWeights:
     """The weights that owners send, and sums of their gradients: what Unsharder and Reducer are on an owner."""
 
-    def __init__(self, dtype: np.dtype, backend: Backend) -> None:
-        self._dtype, self._backend = accumulated_in(dtype), backend
+    def __init__(self, model: Model, dtype: np.dtype, backend: Backend) -> None:
+        self._layers, self._dtype, self._backend = model.layers, accumulated_in(dtype), backend
         self._under_way: dict[int, dict[str, Pending]] = {}  # by layer and local name
         self._trees: dict[int, dict[str, Any]] = {}
-        self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
         self._sums: dict[int, dict[str, Array]] = {}
         self._untouched: set[str] = set()
 
-    def start_receive(self, layers: Mapping[int, Layer], start: Callable[[int], Pending]) -> None:
-        """Begin to receive the weights of these layers; ``start`` begins to receive the next array for a layer."""
-        self._trees.clear()
-        for number, layer in layers.items():
-            names = [*layer.parameters, *layer.buffers]
-            in_order = _leaves(tree_of({name: name for name in names}))  # as an owner sends them
-            self._under_way[number] = {name: start(number) for name in in_order}
-            self._shapes[number] = {name: parameter.whole(layer.sizes) for name, parameter in layer.parameters.items()}
+    def start_receive(self, number: int, start: Callable[[], Pending]) -> None:
+        """Begin to receive the weights of a layer; ``start`` begins to receive the next array."""
+        self._trees.pop(number, None)
+        layer = self._layers[number][1]
+        in_order = _leaves(tree_of({name: name for name in (*layer.parameters, *layer.buffers)}))  # as an owner sends
+        self._under_way[number] = {name: start() for name in in_order}
 
     def unshard(self, layer: int, **prefetch: Any) -> dict[str, Any]:
         """As ``Unsharder.unshard``."""
@@ -540,7 +536,9 @@ class SentWeights:
 
     def new_sums(self, layer: int) -> dict[str, Array]:
         """Memory for the gradients of a layer."""
-        return {name: self._backend.empty(shape, self._dtype) for name, shape in self._shapes[layer].items()}
+        described = self._layers[layer][1]
+        shapes = {name: parameter.whole(described.sizes) for name, parameter in described.parameters.items()}
+        return {name: self._backend.empty(shape, self._dtype) for name, shape in shapes.items()}
 
     def take_sums(self, layer: int) -> dict[str, Array]:
         """The sums of a step, by local name, which ends them."""
@@ -571,7 +569,7 @@ class _Owners(_Messages):
 
     def __init__(
         self,
-        passes: HelpedPasses,
+        passes: PartedPasses,
         group: Group,
         backend: Backend,
         owners: Sequence[Sequence[int]],
@@ -662,28 +660,29 @@ class AssignedLayers:
 
     def __init__(
         self,
-        passes: HelpedPasses,
-        rank: int,
-        owners: Sequence[Sequence[int]],
-        alone: Mesh,
-        group: Group,
-        recompute: Recompute | str,
+        model: Model,
+        composition: ParallelConfig,
+        ranks: Sequence[int],
+        mesh: Mesh,
         dtype: np.dtype,
         backend: Backend,
     ) -> None:
-        """``rank``: of this one in the ``group``, which are all ranks; ``owners``: of each stage, by their samples;
-        ``alone``: a mesh of this rank alone."""
-        self._passes, self._alone, self._backend = passes, alone, backend
-        self._place = passes.stages + passes.helpers.index(rank)
-        self._layout, model = layout_for(passes.model, alone), passes.model
-        self.weights, extras = SentWeights(dtype, backend), _TakenExtras()
-        self._group = group
-        self._neighbours = _Owners(passes, group, backend, owners, self.weights, extras)
-        shards = [Shards(alone, self._layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
+        """``ranks``: those of the world that are on the mesh of the composition; ``mesh``: any that knows its
+        ``others``."""
+        world, axes = mesh.others.world, composition.mesh or {"data": len(ranks)}
+        self._passes = passes = passes_of(model, composition, axes)
+        self._place = passes.stages + passes.helpers.index(world.rank)
+        order = ranks_by_position([world.hosts[rank] for rank in ranks], composition.order)
+        owners = [owners_of(stage, axes, [ranks[number] for number in order]) for stage in range(passes.stages)]
+        self._alone, self._backend, self._group = mesh.alone(), backend, mesh.all_ranks("helper")
+        self._layout = layout_for(model, self._alone)
+        self.weights, extras = SentWeights(model, dtype, backend), _TakenExtras()
+        self._neighbours = _Owners(passes, self._group, backend, owners, self.weights, extras)
+        shards = [Shards(self._alone, self._layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
         stand_ins: Any = self.weights, self.weights, extras
         self.chunks = {
             part: Chunk(
-                segments(model, passes.parts[part].layers, Recompute(recompute)),
+                segments(model, passes.parts[part].layers, Recompute(composition.recompute)),
                 model.layers,
                 shards,
                 *stand_ins,
@@ -709,7 +708,7 @@ class AssignedLayers:
             no_loss: Any = None
             execution = Execution(self.chunks, neighbours, contexts, [], no_loss)
             if what == "step":
-                program = self._passes.programs(len(contexts))[self._place]
+                program = self._passes.program(len(contexts), self._place)
             else:
                 program = self._passes.one_pass(schedules.Forward, self._place)
                 if contexts[0].training:
@@ -719,39 +718,15 @@ class AssignedLayers:
 
     def _receive_weights(self) -> None:
         for part in self.chunks:
-            source, layers = self._neighbours.owners(part)[0], self._passes.parts[part].layers
-            self.weights.start_receive(
-                {number: self._passes.model.layers[number][1] for number in layers},
-                lambda number, source=source: self._group.start_receive(source, like=self._backend, label="weights"),
-            )
+            about: dict[str, Any] = {"like": self._backend, "label": "weights"}
+            start = partial(self._group.start_receive, self._neighbours.owners(part)[0], **about)
+            for number in self._passes.parts[part].layers:
+                self.weights.start_receive(number, start)
 
     def _context(self, scalars: Mapping[str, Any]) -> ForwardContext:
         xp, length = self._backend.xp, scalars["length"]
         positions = [xp.asarray(self._layout.positions(length, self._alone, where)) for where in ("inside", "residual")]
         return ForwardContext(*positions, **scalars)
-
-
-def assigned_layers(
-    model: Model,
-    composition: ParallelConfig,
-    mesh: Mesh,
-    ranks: Sequence[int],
-    dtype: np.dtype,
-    backend: Backend,
-) -> AssignedLayers | None:
-    """The layers that a composition on these ``ranks`` of the world assigns to this rank, which is not one of them;
-    None if there are none. ``mesh``: any that knows the ``others``."""
-    world = mesh.others.world
-    if world.rank not in helper_ranks(composition.assigned):
-        return None
-    axes = composition.mesh or {"data": len(ranks)}
-    passes = passes_of(model, composition, axes)
-    by_position = [
-        ranks[number] for number in ranks_by_position([world.hosts[rank] for rank in ranks], composition.order)
-    ]
-    owners = [owners_of(stage, axes, by_position) for stage in range(passes.stages)]
-    alone, group = Mesh(solo(world.progress)), mesh.all_ranks("helper")
-    return AssignedLayers(passes, world.rank, owners, alone, group, composition.recompute, dtype, backend)
 
 
 def follow_orders(engine: ShardedEngine, received: Callable[[], int] = lambda: 0) -> dict[str, Any] | None:

@@ -190,11 +190,10 @@ class ParallelConfig(Configuration):
         return helper_ranks(self.assigned)
 
     def numbered_from(self, first: int) -> ParallelConfig:
-        """This composition, in which the ranks outside the mesh have the numbers from ``first`` on."""
+        """This composition with ranks in the order of their positions, and then, from ``first``, those outside."""
         numbers = {rank: number for number, rank in enumerate(self.ranks_outside, first)}
-        return self.changed(
-            assign=",".join(f"{term.layers}:rank{numbers[term.rank]}" for term in self.assigned) or None
-        )
+        terms = [f"{term.layers}:rank{numbers[term.rank]}" for term in self.assigned]
+        return self.changed(assign=",".join(terms) or None, rank_order=None)
 
     @property
     def storage(self) -> ZeroConfig:

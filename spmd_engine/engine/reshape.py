@@ -28,7 +28,7 @@ from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.comm.world import Port, merged, part
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.build import composed_layout
-from spmd_engine.engine.helpers import assigned_layers, helper_ranks, passes_of
+from spmd_engine.engine.helpers import AssignedLayers, passes_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
@@ -74,7 +74,7 @@ class Shape:
         if ranks is None:
             size = count_ranks(axes)
             ranks = self.ranks if len(self.ranks) == size else range(size)
-        if "assign" not in options and (taken := set(helper_ranks(composition.assigned)) & set(ranks)):
+        if "assign" not in options and (taken := set(composition.ranks_outside) & set(ranks)):
             on_mesh = ", ".join(f"rank {rank}" for rank in sorted(taken))
             notices = [*notices, f"continues without --assign {composition.assign} ({on_mesh} is on the mesh)"]
             composition = composition.changed(assign=None)
@@ -218,7 +218,7 @@ class Reshaper:
             )
         if shape == self.shape:
             raise UsageError(f"the job has this shape: {shape}")
-        for rank in helper_ranks(composition.assigned):
+        for rank in composition.ranks_outside:
             if rank in shape.ranks or rank >= len(world):
                 where = "on the mesh" if rank in shape.ranks else f"not in the job, of {len(world)} ranks"
                 raise UsageError(f"--assign {composition.assign}: rank {rank} is {where}; name one outside the mesh")
@@ -234,15 +234,13 @@ class Reshaper:
             raise UsageError(f"{model.name} has other parameters in this composition than the running model")
         position = all_positions(axes)[0]
         layout = self.layout_in(shape, model, position)
-        counts = {name: each.sizes["e"] for name, each in model.layers if "e" in each.sizes}
+        counts = {name: layer.sizes["e"] for name, layer in model.layers if "e" in layer.sizes}
         for layer in shape.experts:
             if layer not in counts:
                 raise UsageError(f"experts of {layer!r}: no layer has experts under this name; {one_of(layer, counts)}")
             layout.parts(layer, "e", counts[layer], position)  # raises MeshError for other experts or parts
-        schedule, _ = self._assigned(shape, model, position)
-        if composition.assigned:
-            passes_of(model, composition, axes).programs(micro_batches)
-        schedule.program(axes.get("pipe", 1), micro_batches, 0)
+        self._assigned(shape, model, position)
+        passes_of(model, composition, axes).program(micro_batches, 0)
         if batch_size is not None:
             check_batch(batch_size, micro_batches, layout.spec(model.inputs), position)
         needed = 0
@@ -294,7 +292,7 @@ class Reshaper:
     def model_in(self, composition: ParallelConfig) -> Model:
         """The model for a composition: the present one if its layers do not differ."""
         present = self.shape.composition
-        layers = [(each.context_method, each.reshard_after) for each in (composition, present)]
+        layers = [(one.context_method, one.reshard_after) for one in (composition, present)]
         return self.engine.model if layers[0] == layers[1] else self._build(composition)
 
     def at_once(self, shape: Shape) -> Shape:
@@ -305,7 +303,7 @@ class Reshaper:
         if rest != earlier or not (moved.storage.overlap and before.storage.overlap and PIPE in shape.axes):
             return shape
         held, wanted = (
-            overlaps(each.chunks_on(shape.axes, self.engine.model), each.storage.overlap) for each in (before, moved)
+            overlaps(one.chunks_on(shape.axes, self.engine.model), one.storage.overlap) for one in (before, moved)
         )
         if held != wanted:
             with suppress(UsageError):  # the new boundaries are outside
@@ -316,11 +314,11 @@ class Reshaper:
 
     def check_live(self, shape: Shape) -> None:
         """Raise UsageError if the arrays cannot move to the shape while steps go on."""
-        if any(each.composition.storage.places.kinds for each in (shape, self.shape)):
+        if any(one.composition.storage.places.kinds for one in (shape, self.shape)):
             raise UsageError("a live migration cannot move what is offloaded: use --protocol stop-and-copy")
 
     def move(self, shape: Shape, copies: Copies | None = None, fill: Callable[[], Any] | None = None) -> None:
-        """Continue in another shape. Collective over the world, with the idle ranks.
+        """Continue in another shape. Collective over the world.
 
         ``copies`` and ``fill`` are those of ``LayeredEngine.reshard``. The old mesh is closed. Raises UsageError on all
         ranks if the model cannot be placed; nothing has moved then.
@@ -338,9 +336,9 @@ class Reshaper:
             raise
         old.close()
         self.shape = shape
-        if mesh is None:
-            about = model, shape.composition, engine.mesh, shape.ranks
-            engine.assigned = assigned_layers(*about, engine.dtype, engine.backend)
+        if self.world.rank in shape.composition.ranks_outside:
+            how = {"dtype": engine.dtype, "backend": engine.backend}
+            engine.assigned = AssignedLayers(model, shape.composition, shape.ranks, old, **how)
         del old  # with what its groups keep
         gc.collect()
         return_freed_memory()  # that of the old shape

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import eq, itemgetter, ne
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from spmd_engine.engine.pipeline import PipelineNeighbours
 from spmd_engine.engine.state.assignment import ZeroConfig, owned_rectangle
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import ForwardContext, Layer
-from spmd_engine.models.model import Model
 from spmd_engine.requirements import Case, requirement
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
@@ -32,6 +31,9 @@ from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.routes import Blocks
 from spmd_engine.sharding.transfer import plan_transfer
+
+if TYPE_CHECKING:
+    from spmd_engine.engine.helpers import PartedPasses
 
 
 class StageMessage(NamedTuple):
@@ -48,22 +50,15 @@ class UnevenNeighbours(PipelineNeighbours):
     Ranks of the two differ along ``pipe`` and the uneven axes; on other axes their coordinates are equal.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        chunks: Sequence[range],
-        places: Sequence[int],
-        backend: Backend,
-        model: Model,
-        layout: Layout,
-    ) -> None:
+    def __init__(self, mesh: Mesh, passes: PartedPasses, backend: Backend, layout: Layout) -> None:
         self._axes = uneven_axes(mesh.all_axes)
         over = PIPE, *self._axes
-        super().__init__(mesh.group(over), places, backend)
+        super().__init__(mesh.group(over), passes.places, backend)
         self.stages, self.stage = mesh.axes[PIPE], mesh.coordinates[PIPE]
         self._places = mesh.peers(over)
         self._nodes = mesh.nodes_at(self._places)
-        self._splits = [self._split(model.layers[: layers.stop] or model.layers[:1], layout) for layers in chunks]
+        layers = passes.model.layers
+        self._splits = [self._split(layers[: max(1, part.layers.stop)], layout) for part in passes.parts]
         self._links: dict[tuple[int, int, int | None], list[StageMessage]] = {}
 
     def _split(self, layers: Sequence[tuple[str, Layer]], layout: Layout) -> tuple[int, int | None] | None:

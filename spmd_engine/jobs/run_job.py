@@ -14,7 +14,6 @@ from spmd_engine.arrays.backend import get_backend
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
-from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -112,9 +111,7 @@ def _train_outside(job: TrainConfig, mesh: Mesh, early: Sequence[Hook]) -> Run:
         stop.to_save = True
         described = TrainConfig.from_json(order["config"], "the order of rank 0")
         job = described.changed(model=described.model.permitted_by(job.model))
-        alone = Mesh(solo(mesh.comm.progress), ledger=mesh.ledger)  # it reads the data by itself, as ranks that join do
-        alone.others = mesh.others
-        workload = open_workload(job, alone, placed=False)
+        workload = open_workload(job, mesh.alone(), placed=False)  # it reads the data by itself, as ranks that join do
         workload.engine.mesh = mesh
         new_run = make_run(workload, Path(order["folder"]), hooks=hooks_of(workload, ShapeChanges(workload), early))
         new_run.train_from_between(order["steps"], stop)

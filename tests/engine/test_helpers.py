@@ -10,8 +10,10 @@ from spmd_engine.comm.mesh import Mesh, mesh_beside
 from spmd_engine.comm.world import world
 from spmd_engine.engine import SGD
 from spmd_engine.engine.build import build_engine
+from spmd_engine.engine.helpers import PartedPasses, parse_assign, passes_of
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.schedules.schedule import Backward, Forward, MoveGradients, Schedule
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import build_model
@@ -54,6 +56,7 @@ CASES = [
     (GPT, {"pipe": 2, "data": 2}, "block2-5:rank1,head:rank1", {"zero": 3}),
     (GPT, {"pipe": 2}, "embedding:rank2,block3-4:rank2,block5:rank1", {"schedule": "zero-bubble"}),
     (GPT, {"data": 2, "pipe": 2}, "block2-3:rank4", {"schedule": "interleaved", "zero": 1}),
+    (GPT, {"pipe": 2, "model": (1, 2)}, "block1-2:rank2", {"zero": 1}),  # whose stage has one rank
     (GPT, {"pipe": 2}, "block3:rank2,block6:rank3", {"overlap_layers": "4"}),  # block3 is in the overlap
     (GPT, {"data": 2}, "block1-2:rank2", {"zero": 3, "offload": "optimizer,parameters,activations"}),
     (EXPERTS, {"data": 1}, "block1:rank1", {"recompute": "block"}),
@@ -165,3 +168,34 @@ def test_other_ranks_end_with_the_error_of_those_on_the_mesh():
 
     run_threads(program, 2)
     assert sent == {False: {}}  # both are awake, and no message is in flight
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-h2"])
+def test_programs_of_stages_and_helper_ranks_fit_together(schedule):
+    """However the layers of a model are assigned: each part is computed once, and no rank waits for ever."""
+    gpt, rng = build_model("gpt-nano"), np.random.default_rng(0)
+    names = list(dict.fromkeys(name.split("/")[0] for name, _ in gpt.layers))
+    for stages in 1, 2, 3:
+        assigned = ",".join(f"{name}:rank{rank}" for name in names if (rank := rng.integers(1, 9)) < 4)
+        axes = {"pipe": stages}
+        passes = passes_of(gpt, ParallelConfig(mesh=axes, assign=assigned, schedule=schedule), axes)
+        places = range(stages + len(passes.helpers))
+        computed = [each for place in places for each in passes.program(3, place) if isinstance(each, Forward)]
+        assert len(computed) == len({*computed}) == 3 * len(passes.parts)
+        of_helpers = [each for place in places[stages:] for each in passes.program(3, place)]
+        moved = [each for each in of_helpers if isinstance(each, MoveGradients)]
+        assert {each.chunk for each in moved} == {n for n, part in enumerate(passes.parts) if part.rank is not None}
+
+
+def test_a_schedule_that_waits_for_itself_is_refused_before_the_first_step():
+    class Backwards(Schedule):
+        name = "backwards"
+
+        def order(self, stages, micro_batches, stage):
+            return [Forward(0, stage), Backward(0, stage)][:: 1 if stage else -1]
+
+    gpt = build_model("gpt-nano")
+    chunks = [range(5), range(5, len(gpt.layers))]
+    passes = PartedPasses(gpt, parse_assign("block0:rank1"), chunks, 2, Backwards())
+    with pytest.raises(UsageError, match="backwards: deadlock with helper ranks: stage 0 at Backward"):
+        passes.program(1, 0)

@@ -146,6 +146,22 @@ def test_random_changes_and_two_joins_change_no_result(tmp_path, joins_after, se
     assert not list((tmp_path / "run").glob("join*"))
 
 
+def test_a_rank_joins_a_run_with_a_helper_rank_and_helps_in_turn(tmp_path, joins_after):
+    """The helper rank goes on while the worlds merge, and is then taken onto the mesh."""
+    job = job_of(EXPERTS, tmp_path)
+    config = TrainConfig.of(**job.what | {"mesh": {"data": 1}})
+    layer = config.model.build(config.composition).layers[-1][0].split("/")[0]
+    joins_after(2)
+    requests = {4: ShapeRequest({"mesh": {"data": 2}, "assign": f"{layer}:rank2"})}
+    with joining_ranks(tmp_path / "run", (1, None)) as outcomes:
+        helped = config.with_options(assign=f"{layer}:rank1")
+        run_threads(lambda: train(helped, tmp_path / "run", propose=requests.get), 2)
+    run_threads(lambda: train(config, tmp_path / "alone"), 1)
+    assert isinstance(outcomes[0], list), outcomes
+    assert [each["ranks"] for each in events(tmp_path / "run", "joined", "reshaped")] == [[2], [0, 1]]
+    assert_same(tmp_path / "run", tmp_path / "alone")
+
+
 def test_a_library_of_products_that_joining_ranks_lack_is_used_by_none(tmp_path, joins_after, monkeypatch):
     def load(name):
         library = SimpleNamespace(name=name, version="1", rounds=False, multiply=lambda a, b, out: False)

@@ -1,8 +1,7 @@
 """Ranks of a mesh and helper ranks beside them, in threads."""
 
-import numpy as np
-
 from spmd_engine import run_threads
+from spmd_engine.axes import count_ranks
 from spmd_engine.comm.mesh import mesh_beside
 from spmd_engine.engine.build import build_engine
 from spmd_engine.engine.helpers import follow_orders, helper_ranks
@@ -26,5 +25,4 @@ def on_mesh_and_helpers(model, composition, program):
                 return calls_and_bytes(mesh.ledger)
             return program(engine)
 
-    ranks = int(np.prod(list(composition.mesh.values()))) + len(helpers)
-    return run_threads(run, ranks)
+    return run_threads(run, count_ranks(composition.mesh) + len(helpers))

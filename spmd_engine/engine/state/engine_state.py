@@ -14,12 +14,12 @@ from spmd_engine.axes import MeshPosition, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.helpers import HelpedNeighbours, HelpedPasses, parse_assign
+from spmd_engine.engine.helpers import Assigned, HelpedNeighbours, PartedPasses, parse_assign
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, check_recompute, segments
 from spmd_engine.engine.schedules import Schedule
 from spmd_engine.engine.schedules.orders import chosen
-from spmd_engine.engine.schedules.schedule import Compute, Forward, Program, with_transfers
+from spmd_engine.engine.schedules.schedule import Compute, Program
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, ZeroConfig, assign, parse_division
 from spmd_engine.engine.state.buffers_and_side_outputs import Buffers, Extras, SideOutputs
 from spmd_engine.engine.uneven_stages import UnevenNeighbours
@@ -52,8 +52,16 @@ class Passes:
 
     chunks: Mapping[int, Chunk]  #: by number
     neighbours: PipelineNeighbours
-    program: Callable[[int], Program]  #: for a number of micro-batches
-    one_pass: Callable[[type[Compute]], Program]  #: forwards or backwards of one micro-batch
+    _parted: PartedPasses
+    _place: int
+
+    def program(self, micro_batches: int) -> Program:
+        """That of a step."""
+        return self._parted.program(micro_batches, self._place)
+
+    def one_pass(self, kind: type[Compute]) -> Program:
+        """Forwards or backwards of one micro-batch."""
+        return self._parted.one_pass(kind, self._place)
 
     def begin(self, what: str, contexts: Sequence[ForwardContext], number: int | None = None) -> int:
         """Begin a pass with these micro-batches: a "step", a "forward", or the "backward" of the forward with this
@@ -120,7 +128,8 @@ def place(
     how: dict[str, Any] = {"together": together, "trained": trained}
     store = ParameterStore(described, assignment, mesh, layout, storage, dtype, backend, **how)
     frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)
-    buffers = Buffers(model, assignment.held, mesh, layout, dtype, backend, frozen.arrays)
+    table = storage.table(mesh.axes, (), dtype, trained=trained)
+    buffers = Buffers(model, assignment.held, mesh, layout, table, backend, frozen.arrays)
     extras = Extras(buffers, SideOutputs(model, mesh, layout))
     unsharder = Unsharder(
         [*store.storages, *frozen.storages],
@@ -131,32 +140,24 @@ def place(
     reducer = Reducer(store.storages, assignment.uses, passes)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
 
-    def neighbours_of(chunks: Sequence[range], places: Sequence[int]) -> PipelineNeighbours:
-        if uneven_axes(mesh.all_axes):
-            return UnevenNeighbours(mesh, chunks, places, backend, model, layout)
-        return PipelineNeighbours(mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None, places, backend)
-
     def chunk_of(layers: range) -> Chunk:
         parts = segments(model, layers, Recompute(recompute))
         return Chunk(parts, model.layers, shards, unsharder, reducer, extras, store.places.stash, dtype)
 
-    stages = mesh.axes.get(PIPE, 1)
-    neighbours = neighbours_of(assignment.chunks, [number % stages for number in range(len(assignment.chunks))])
-    own_passes = of_all = Passes(
-        dict(zip(assignment.mine, map(chunk_of, passes), strict=True)),
-        neighbours,
-        lru_cache(partial(schedule.program, stages, stage=neighbours.stage)),
-        partial(_one_pass, assignment.mine, neighbours),
-    )
-    if assigned_layers := parse_assign(assign):
-        helped = HelpedPasses(model, assigned_layers, assignment.chunks, stages, schedule)
-        between = neighbours_of([part.layers for part in helped.parts], helped.places)
-        of_all = Passes(
-            {number: chunk_of(helped.parts[number].layers) for number in helped.on_place(neighbours.stage)},
-            HelpedNeighbours(between, helped, mesh, unsharder, reducer, extras, backend),
-            lambda micro_batches: helped.programs(micro_batches)[neighbours.stage],
-            lambda kind: helped.one_pass(kind, neighbours.stage),
-        )
+    def passes_with(assigned_layers: Sequence[Assigned]) -> Passes:
+        parted = PartedPasses(model, assigned_layers, assignment.chunks, mesh.axes.get(PIPE, 1), schedule)
+        if uneven_axes(mesh.all_axes):
+            neighbours: PipelineNeighbours = UnevenNeighbours(mesh, parted, backend, layout)
+        else:
+            neighbours = PipelineNeighbours(mesh.group(PIPE) if parted.stages > 1 else None, parted.places, backend)
+        place = neighbours.stage
+        chunks = {number: chunk_of(parted.parts[number].layers) for number in parted.on_place(place)}
+        if assigned_layers:
+            neighbours = HelpedNeighbours(neighbours, parted, mesh, unsharder, reducer, extras, backend)
+        return Passes(chunks, neighbours, parted, place)
+
+    own_passes = passes_with(())
+    of_all = passes_with(parse_assign(assign)) if assign else own_passes
     positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))
     return EngineState(
         mesh,
@@ -171,14 +172,6 @@ def place(
         positions,
         frozen,
     )
-
-
-def _one_pass(chunks: Sequence[int], neighbours: PipelineNeighbours, kind: type[Compute]) -> Program:
-    """Forwards or backwards of one micro-batch on these chunks, with the transfers before and after."""
-    order = [kind(0, chunk) for chunk in (chunks if kind is Forward else reversed(chunks))]
-    if neighbours.stages == 1:
-        return list(order)
-    return with_transfers(order, neighbours.chunks - 1, sends_unfinished=len(order))
 
 
 def assigned(

@@ -26,7 +26,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.engine.build import composed_assignment, composed_layout
 from spmd_engine.engine.distributed import DistributedEngine, make_engine
-from spmd_engine.engine.helpers import AssignedLayers, owners_of, passes_of
+from spmd_engine.engine.helpers import AssignedLayers
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.state.array_table import USED
@@ -209,15 +209,14 @@ class DryRun:
 
     def step_outside(self, number: int, kinds: Mapping[str, Hashable]) -> tuple[RankStep, list[str]]:
         """As ``step``, of the rank with this number, which is not on the mesh."""
-        recorder, axes = Recorder(meter := Meter(self.choose, on_device=self.backend.on_device)), self.ranks.axes
+        recorder = Recorder(meter := Meter(self.choose, on_device=self.backend.on_device))
         alone = replace(self.ranks, axes={"data": 1}, classes=np.array([number]), nodes=["helper"])
         size = self.ranks.size + self.ranks.others
         with metered(meter), ExitStack() as stack:
             mesh = ShapedMesh(replace(alone, others=size - 1), {"data": 0}, recorder)
-            passes = passes_of(self.model, self.composition, axes)
-            owners = [owners_of(stage, axes, range(self.ranks.size)) for stage in range(passes.stages)]
-            about = self.composition.recompute, self.dtype, self.backend
-            assigned = AssignedLayers(passes, number, owners, mesh, mesh.all_ranks("helper"), *about)
+            composition = self.composition.changed(mesh=dict(self.ranks.axes))
+            on_mesh = range(self.ranks.size)
+            assigned = AssignedLayers(self.model, composition, on_mesh, mesh, self.dtype, self.backend)
             assigned.weights.arrived = count_as(meter, assigned.weights.arrived, "parameters")
             assigned.weights.new_sums = count_as(meter, assigned.weights.new_sums, "gradients")
             recorded = StepPasses(recorder, PassCache(), (), self.choose, kinds, ())

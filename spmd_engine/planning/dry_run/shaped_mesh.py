@@ -87,8 +87,11 @@ class ShapedMesh(Mesh):
         return self._groups[names, places]
 
     def all_ranks(self, name: str) -> Group:
-        number, size = self.recorder.own_class, self.all.size + self.all.others  # each rank is a class
-        return ShapedGroup(_NoCommunicator(number, size, ""), (name,), (), range(size), self)
+        world = self.others.world
+        return ShapedGroup(world, (name,), (), world.members, self)
+
+    def alone(self) -> ShapedMesh:
+        return self
 
     def group_keys(self, communications: Sequence[Communication]) -> list[GroupKey]:
         """The groups that were used, and those of cached passes."""
@@ -113,7 +116,9 @@ class _ShapedOthers:
     """The ranks of a job that are not on the mesh: they get the order of a step through the mailbox."""
 
     def __init__(self, mesh: ShapedMesh) -> None:
-        self.world, self._mailbox = mesh.comm, mesh.all.mailbox
+        size, self._mailbox = mesh.all.size + mesh.all.others, mesh.all.mailbox
+        self.world = _NoCommunicator(mesh.recorder.own_class, size, "")  # where each rank is a class, if it is used
+        self.world.hosts = [""] * size
 
     def send(self, order: Mapping[str, Any], ranks: Sequence[int]) -> None:
         """As ``OtherRanks.send``."""
