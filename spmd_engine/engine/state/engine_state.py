@@ -137,7 +137,7 @@ def place(
         {layer: buffers.of_layer(layer) for layer in assignment.uses},
     )
     passes = [assignment.chunks[number] for number in assignment.mine]
-    reducer = Reducer(store.storages, assignment.uses, passes)
+    reducer = Reducer(store.storages, assignment.uses, passes, trained)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
 
     def chunk_of(layers: range) -> Chunk:
