@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class Save:
         background: bool = False,
     ) -> None:
         check_argument("save_checkpoint: engine", engine, ShardedEngine, "a ShardedEngine, after the folder")
-        check_argument("save_checkpoint: step", step, int, "a number")
+        check_argument("save_checkpoint: step", step, SupportsIndex, "a number")
         self.step, self._keep, self._group = step, keep, engine.group()
         self._folder = CheckpointFolder(folder)
         self._config, self._facts, self._mesh = config, dict(facts or {}), mesh_name(engine)

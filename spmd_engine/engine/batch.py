@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
@@ -111,7 +111,7 @@ def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches
     arrays, or differ in their numbers of rows."""
     if isinstance(engine, type) or not hasattr(engine, "batch_span"):
         raise UsageError(f"batch_of: engine is {described(engine)}; give a ShardedEngine")
-    check_argument("batch_of: micro_batches", micro_batches, int, "a number")
+    check_argument("batch_of: micro_batches", micro_batches, SupportsIndex, "a number")
     for name, array in (("inputs", inputs), ("targets", targets)):
         if not getattr(array, "shape", None):
             raise UsageError(f"batch_of: {name} is a {type(array).__name__}; give an array, by numpy.asarray({name})")

@@ -272,8 +272,8 @@ def is_array(x: Any) -> bool:
     return getattr(x, "shape", None) is not None and hasattr(x, "__setitem__")
 
 
-def check_argument(name: str, value: Any, kind: type | tuple[type, ...], give: str) -> None:
-    """Raise UsageError if an argument of this name has another type; ``give``: what to pass instead."""
+def check_argument(name: str, value: Any, kind: Any, give: str) -> None:
+    """Raise UsageError if an argument of this name is no instance of ``kind``; ``give``: what to pass instead."""
     if not isinstance(value, kind):
         raise UsageError(f"{name} is {described(value)}; give {give}")
 

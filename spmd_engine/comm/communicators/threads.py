@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
@@ -61,7 +61,7 @@ def run_threads(
     """
     if not callable(fn):
         raise UsageError(f"run_threads: {fn!r} is no function; give the program of a rank, as in run_threads(f, 4)")
-    if not isinstance(ranks, int) or ranks < 1:
+    if not isinstance(ranks, SupportsIndex) or (ranks := int(ranks)) < 1:
         raise UsageError(f"run_threads: ranks={ranks!r}; at least one rank is needed")
     if nodes is not None and len(nodes) != ranks:
         raise UsageError(f"run_threads: nodes names {len(nodes)} hosts; one for each of {ranks} ranks is needed")

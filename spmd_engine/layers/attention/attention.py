@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import reduce
 from math import ceil, log2, prod, sqrt
-from typing import Any
+from typing import Any, SupportsIndex
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of
@@ -54,7 +54,7 @@ class Attention(Layer):
         out_std: float = 0.02,
         **fields: Any,
     ):
-        check_argument("Attention: width", width, int, "a number")
+        check_argument("Attention: width", width, SupportsIndex, "a number")
         config = _with_fields(config or AttentionConfig(), fields)
         shared = heads if key_value_heads is None else key_value_heads
         if shared < 1 or heads % shared or (config.head_width is None and width % heads):
