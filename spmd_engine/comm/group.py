@@ -341,11 +341,9 @@ class Group:
         return self._begin_message(call, self._receive(call, source, like, tag))
 
     def _check_peer(self, operation: str, rank: int) -> None:
-        """Raise UsageError unless ``rank`` is another rank of the group."""
+        """Raise UsageError unless ``rank`` is a rank of the group, which has others."""
         if not hasattr(rank, "__index__"):
             raise UsageError(f"{operation} over {self.axes!r}: rank is {rank!r}; give a number of the group")
-        if rank == self.rank and self.size > 1:
-            raise UsageError(f"{operation} over {self.axes!r}: rank {rank} is this rank itself; give another one")
         if not 0 <= rank < self.size:
             raise UsageError(f"{operation} over {self.axes!r}: rank {rank} is not one of {self.size} ranks")
         if self.size == 1:

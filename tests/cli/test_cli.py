@@ -129,7 +129,7 @@ def test_train_resume_generate_infer(several, virtual, here, tmp_path):
 
 def test_resume_takes_over_the_run_s_own_options(here, r):
     code, _, errors = here("train", "--steps", "2", "--resume", "--run", "r")
-    assert code == 0 and "note: the learning rate of step 2 is 0.00016, as before, on its curve of 1 steps" in errors
+    assert code == 0 and "note: the learning rate of step 2 is 0.0004, as before, on its curve of 1 steps" in errors
     assert metrics(r)[1]["tokens"] == 2 * 128
     assert json.loads((r / "config.json").read_text())["training"]["decay_steps"] == 1
     code, _, errors = here("train", "--resume", "--run", "r")  # all steps were made: says so, changes nothing

@@ -33,6 +33,8 @@ class Bystander:
         self.stand, self.chunks, self._here, self.coming = stand, chunks, here, dict(coming)
         self.sent = {}
 
+    first = 0
+
     def is_last(self, chunk):
         return chunk == self.chunks - 1
 

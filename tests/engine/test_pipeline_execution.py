@@ -25,7 +25,7 @@ def test_both_ends_of_a_transfer_agree_and_no_two_share_a_channel(stages, per_st
             return start
 
         pipe = SimpleNamespace(size=stages, rank=rank, start_send=note("send"), start_receive=note("receive"))
-        return PipelineNeighbours(pipe, stages * per_stage, CPU)
+        return PipelineNeighbours(pipe, [*range(stages)] * per_stage, CPU)
 
     ranks = [stage_of(rank) for rank in range(stages)]
     last = stages * per_stage - 1
@@ -41,7 +41,7 @@ def test_both_ends_of_a_transfer_agree_and_no_two_share_a_channel(stages, per_st
 
 
 def test_without_a_pipeline_all_chunks_are_here():
-    alone = PipelineNeighbours(None, 3, CPU)
+    alone = PipelineNeighbours(None, [0] * 3, CPU)
     assert (alone.stages, alone.stage) == (1, 0)
     assert [alone.here(chunk) for chunk in range(3)] == [True] * 3
     assert [alone.is_last(chunk) for chunk in range(3)] == [False, False, True]
@@ -66,7 +66,7 @@ def test_a_pipeline_computes_what_one_stage_does_and_keeps_what_its_schedule_say
                 c: stand.chunk(LayerSegment(range(c * layers_each, (c + 1) * layers_each)))
                 for c in range(stage, count, stages)
             }
-            neighbours = PipelineNeighbours(mesh.group("pipe"), count, CPU)
+            neighbours = PipelineNeighbours(mesh.group("pipe"), [*range(stages)] * schedule.chunks, CPU)
             execution = execution_of(stand, neighbours, chunks, micro_batches, lambda m, y: lost.setdefault(m, y))
 
             def watched(instructions):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ class GroupStorage:
         #: ranks that own the same part, to sum over last
         self.rest = mesh.group(over, among=stages) if over and is_computed else None
         self.compression = compression(compress, group)
-        sum_rest = [partial(self.compression.start_all_reduce, over=self.rest)] if self.rest else []
+        sum_rest = [self._start_sum_rest] if self.rest else []
         comes_last = self.owners is not None or len(computed_on) > 1
         self._whole_sums: list[StartSum] = [] if comes_last else sum_rest
         self._last_sums: list[StartSum] = sum_rest if comes_last else []
@@ -87,6 +86,10 @@ class GroupStorage:
         self._gathering: Any = None  # a Pending, or a Future of what is read
         self._views: dict[str, Array] | None = None
         self._gradient_views: dict[str, Array] | None = None
+
+    def _start_sum_rest(self, gradients: Array) -> Pending | Deferred:
+        assert self.rest
+        return self.compression.start_all_reduce(gradients, self.rest)
 
     def _allocate(self, row: ArrayRow, elsewhere: Callable[[Sequence[int], np.dtype], Array] | None) -> Any:
         if row.alias is not None:
