@@ -69,7 +69,7 @@ def verify(
     Raises NotFiniteError if the reference diverges, UsageError if the two cannot be compared.
     """
     check_argument("verify: engine", engine, ShardedEngine, "the engine of all ranks, and its reference on rank 0")
-    if not callable(batches):
+    if batches is not None and not callable(batches):  # None: no steps
         raise UsageError(f"verify: batches is {described(batches)}; give a function of engine and step")
     pair = Pair(engine, reference, batches, loss, tolerance, exact)
     optimizers = optimizer(), optimizer(), optimizer()
