@@ -47,7 +47,7 @@ class _NoCommunicator:
     """A communicator that knows its rank and sends nothing."""
 
     is_device_aware, in_one_process, connections, spin_tests = True, True, None, 0
-    hosts = range(2)  # no rank initializes parameters for another
+    hosts: Sequence[Any] = range(2)  # no rank initializes parameters for another
     progress = Progress()  # no call is ever under way
 
     def __init__(self, rank: int, size: int, node: str) -> None:
