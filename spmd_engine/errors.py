@@ -45,7 +45,7 @@ def similar_to(given: object, names: Iterable[str]) -> list[str]:
 
     def likeness(name: str) -> float:
         elsewhere = ELSEWHERE.get(_plain(name), "").split()
-        return 1.0 if _plain(text) in elsewhere else SequenceMatcher(None, text, name.lower()).ratio()
+        return (_plain(text) in elsewhere) + SequenceMatcher(None, text, name.lower()).ratio()
 
     return sorted((name for name in names if likeness(name) >= LIKE), key=likeness, reverse=True)
 

@@ -75,20 +75,20 @@ class Advisor:
         outlook = self._outlook(window)
         if not max(outlook.observation.computing):  # nothing is known of any rank
             return
-        found = [Proposal(self.shape), Proposal(self._home)]
-        found += (each for propose in self.proposers for each in propose(outlook))
-        by_label = {str(each.shape): each for each in reversed(found)}  # the first of equal ones
+        proposals = [Proposal(self.shape), Proposal(self._home)]
+        proposals += (proposal for propose in self.proposers for proposal in propose(outlook))
+        by_label = {str(proposal.shape): proposal for proposal in reversed(proposals)}  # the first of equal ones
         for label in self._refused & by_label.keys() - {str(self.shape)}:
             del by_label[label]
-        seconds = {label: each.factor * outlook.step_seconds(each.shape) for label, each in by_label.items()}
-        surest = min(seconds[label] for label, each in by_label.items() if each.factor == 1.0)
+        seconds = {key: proposal.factor * outlook.step_seconds(proposal.shape) for key, proposal in by_label.items()}
+        surest = min(seconds[label] for label, proposal in by_label.items() if proposal.factor == 1.0)
         is_full = outlook.observation.memory_pressure > self._config.memory_pressure
         shapes = [
-            PredictedShape(label, seconds[label], self._cost(each.shape), each.memory_pressure)
-            for label, each in reversed(by_label.items())
-            if each.factor == 1.0 or is_full or seconds[label] < (1 - self._config.least_gain) * surest
+            PredictedShape(label, seconds[label], self._cost(proposal.shape), proposal.memory_pressure)
+            for label, proposal in reversed(by_label.items())
+            if proposal.factor == 1.0 or is_full or seconds[label] < (1 - self._config.least_gain) * surest
         ]
-        current = next(each for each in shapes if each.label == str(self.shape))
+        current = next(predicted for predicted in shapes if predicted.label == str(self.shape))
         decision = self._policy.decide(outlook.observation, current, shapes, self._state)
         self._state = decision.state
         self._write(record(outlook.observation, current, shapes, decision))

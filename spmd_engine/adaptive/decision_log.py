@@ -28,7 +28,7 @@ def record(
         "step": observation.step,
         "observation": observation.as_json(),
         "current": current.as_json(),
-        "candidates": [each.as_json() for each in candidates],
+        "candidates": [candidate.as_json() for candidate in candidates],
         "chosen": decision.chosen.label,
         "line": decision.line,
     }
@@ -49,7 +49,7 @@ def _replayed(lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Decision | N
             yield None, state
             continue
         observation, current = Observation.from_json(line["observation"]), PredictedShape.from_json(line["current"])
-        candidates = [PredictedShape.from_json(each) for each in line["candidates"]]
+        candidates = [PredictedShape.from_json(candidate) for candidate in line["candidates"]]
         decision = policy.decide(observation, current, candidates, state)
         state = decision.state
         yield decision, state

@@ -349,7 +349,7 @@ class Entrance:
 
     def _found(self, look: Callable[[], T | None]) -> Generator[str, None, T]:
         """The first result of ``look()`` that is not None. Raises UsageError if the job ends, or after the wait."""
-        while (found := look()) is None:
+        while (result := look()) is None:
             now = time.monotonic()
             if now > self._until:
                 raise UsageError(f"{self._folder}: no answer in time, and the request is withdrawn; does the job step?")
@@ -359,7 +359,7 @@ class Entrance:
                     raise UsageError(f"{self._folder}: the run has ended")
             yield ""
             time.sleep(LOOK)
-        return found
+        return result
 
     def confirm(self) -> None:
         """Let the job begin the merge, as all ranks here do. From now on they end if the job ends without them."""

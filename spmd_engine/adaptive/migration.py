@@ -121,7 +121,7 @@ class LiveMigration:
             self._optimizer.prepare(reshaper.placed)
         described = self._attempt("describing the new shape", self._describe)
         ranks = self._agree({"placements": described, "step": step_seconds})
-        old, new = (read_placements([each["placements"][which] for each in ranks]) for which in ("old", "new"))
+        old, new = (read_placements([facts["placements"][which] for facts in ranks]) for which in ("old", "new"))
         self._attempt("planning", lambda: self._make_flows(old, new))
         self._check_memory(self._agree({"needed": self._attempt("counting", self._bytes_needed)}))
         self._attempt("allocating", self._allocate)
@@ -146,9 +146,9 @@ class LiveMigration:
         ranks = gather_json(self._group, {**mine, "ends": ends, "failure": self._failure}, "migration")
         if ranks[0]["ends"]:
             raise UsageError(f"the live migration is given up: {ranks[0]['ends']}")
-        for rank, each in enumerate(ranks):
-            if each["failure"]:
-                raise UsageError(f"rank {rank} of {len(ranks)}: {each['failure']}")
+        for rank, facts in enumerate(ranks):
+            if facts["failure"]:
+                raise UsageError(f"rank {rank} of {len(ranks)}: {facts['failure']}")
         return ranks
 
     # --- the plan
@@ -213,7 +213,7 @@ class LiveMigration:
     def _check_memory(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Refuse copies for which a node has no memory."""
         hosts, node = self._group.comm.hosts, self._group.comm.node
-        needed = sum(each["needed"] for each, host in zip(ranks, hosts, strict=True) if host == node)
+        needed = sum(facts["needed"] for facts, host in zip(ranks, hosts, strict=True) if host == node)
         if needed > memory_here():
             self._failure = f"the copies on node {node} need {readable_bytes(needed)}; stop-and-copy needs none"
 
@@ -261,8 +261,8 @@ class LiveMigration:
     def _busiest_bytes(self, fresh: int, copied: int) -> float:
         """Bytes of the busiest rank after a step: of fresh portions, and of the gradients of copied ones."""
         parameters, frozen = self._flows["parameters"], self._flows["frozen"]
-        each = fresh * (parameters.busiest * parameters.sets + frozen.busiest) + copied * parameters.busiest
-        return each / self._portions
+        nbytes = fresh * (parameters.busiest * parameters.sets + frozen.busiest) + copied * parameters.busiest
+        return nbytes / self._portions
 
     # --- the copy
 
@@ -301,7 +301,7 @@ class LiveMigration:
 
     def _learn_speed(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Take the speed of the last exchange, by what all ranks say that it took."""
-        if slowest := max(each["copy"] for each in ranks):
+        if slowest := max(facts["copy"] for facts in ranks):
             self._rate = self._nbytes / slowest
 
     def _pack(self, copied: int, after: int) -> tuple[list[tuple[str, PartOfTransfer]], list]:
@@ -323,7 +323,7 @@ class LiveMigration:
             sets = [engine.named(engine.gradients)]
         elif kind == "parameters":
             state = self._optimizer.state
-            sets = [engine.named(arrays) for arrays in (engine.owned, *(state[each] for each in self._optimizer.kinds))]
+            sets = [engine.named(arrays) for arrays in (engine.owned, *(state[name] for name in self._optimizer.kinds))]
         else:
             sets = [engine.buffers]
         source = self._flows["parameters" if kind == "gradients" else kind].plan.source

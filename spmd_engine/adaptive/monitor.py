@@ -132,10 +132,10 @@ def crossings(observation: Observation, config: AdaptConfig) -> list[Crossing]:
         "memory_pressure": observation.memory,
         "communication_overhead": observation.overheads,
     }
-    found = []
+    crossings = []
     for name, values in values_by_rank.items():
         threshold = getattr(config, name)
         if (value := getattr(observation, name)) > threshold:
             ranks = {rank: of_rank for rank, of_rank in enumerate(values) if of_rank > threshold}
-            found.append(Crossing(name, value, threshold, ranks))
-    return found
+            crossings.append(Crossing(name, value, threshold, ranks))
+    return crossings

@@ -117,20 +117,20 @@ class PlannerProposals:
 
     def _answer(self, code: int) -> list[tuple[Shape, float, float | None]]:
         """The shapes that the process has found; none if it failed, or its answer cannot be read."""
-        self._process, found = None, []
+        self._process, shapes = None, []
         self._output.seek(0)
         asked, content = self._asked, self._output.read(MOST_OF_REQUEST)
         self._output.close()
         try:
             with reading("the planner's answer cannot be read"):
-                for each in parse_json(content) if code == 0 else ():
-                    shape = Shape(ParallelConfig.from_json(each["composition"]), tuple(range(len(asked.speeds))))
+                for entry in parse_json(content) if code == 0 else ():
+                    shape = Shape(ParallelConfig.from_json(entry["composition"]), tuple(range(len(asked.speeds))))
                     by_parts = asked.step_seconds(asked.shape) / asked.step_seconds(shape)
-                    pressure = None if each["pressure"] is None else float(each["pressure"])
-                    found.append((shape, float(each["seconds"]) * by_parts, pressure))
+                    pressure = None if entry["pressure"] is None else float(entry["pressure"])
+                    shapes.append((shape, float(entry["seconds"]) * by_parts, pressure))
         except UsageError as error:
             logger.warning("%s", error)
-        return found
+        return shapes
 
     def close(self) -> None:
         """End a search that goes on."""
@@ -181,11 +181,11 @@ def answer(question: Mapping[str, Any], code: str = "") -> list[dict[str, Any]]:
     result = find_plan(request)
     return [
         {
-            "composition": each.candidate.composition(base).as_json(),
-            "seconds": each.seconds / now.seconds,
-            "pressure": (each.memory + more) / min(limits) if limits else None,
+            "composition": evaluated.candidate.composition(base).as_json(),
+            "seconds": evaluated.seconds / now.seconds,
+            "pressure": (evaluated.memory + more) / min(limits) if limits else None,
         }
-        for each in (result.search.best if result.plan else [])[:MOST]
+        for evaluated in (result.search.best if result.plan else [])[:MOST]
     ]
 
 

@@ -101,9 +101,9 @@ class Policy:
         """
         config, step, remaining = self.config, observation.step, observation.remaining
         now = observation.step_seconds
-        others = [each for each in candidates if each.label != current.label and isfinite(each.step_seconds)]
-        fitting = [each for each in others if (each.memory_pressure or 0.0) <= config.memory_pressure]
-        relieving = [each for each in fitting if each.memory_pressure is not None]
+        others = [shape for shape in candidates if shape.label != current.label and isfinite(shape.step_seconds)]
+        fitting = [shape for shape in others if (shape.memory_pressure or 0.0) <= config.memory_pressure]
+        relieving = [shape for shape in fitting if shape.memory_pressure is not None]
         if not isfinite(current.step_seconds):
             return _leave("it cannot run any more", observation, current, fitting, state)
         if observation.memory_pressure > config.memory_pressure and relieving:
@@ -112,10 +112,10 @@ class Policy:
 
         state = _learn(state, now, current)
         scale = now / (current.step_seconds * state.errors.get(current.label, 1.0))
-        seconds = {each.label: each.step_seconds * state.errors.get(each.label, 1.0) * scale for each in others}
+        seconds = {shape.label: shape.step_seconds * state.errors.get(shape.label, 1.0) * scale for shape in others}
         seconds[current.label] = now
-        home = next((each for each in others if each.label == state.home), current)
-        best = min(fitting, key=lambda each: each.cost + remaining * seconds[each.label], default=current)
+        home = next((shape for shape in others if shape.label == state.home), current)
+        best = min(fitting, key=lambda shape: shape.cost + remaining * seconds[shape.label], default=current)
         at_home, gain = seconds[home.label], now - seconds[best.label]
         steps = step - state.step if state.step is not None else 0
         behind = steps * (now - at_home)  # seconds that a run at home would have been quicker by, since then
@@ -167,7 +167,7 @@ def _leave(
     step, begin = observation.step, f"step {observation.step}: {current.label}: {why}"
     if not candidates:
         return Decision(False, current, f"{begin}; no other shape can run", replace(state, step=step))
-    best = min(candidates, key=lambda each: each.cost + observation.remaining * each.step_seconds)
+    best = min(candidates, key=lambda shape: shape.cost + observation.remaining * shape.step_seconds)
     times = f"{readable_seconds(best.step_seconds)} a step, costs {readable_seconds(best.cost)}"
     after = PolicyState(step, Change(step, best.label, inf, 1.0, 1.0), best.label, lead=state.lead)
     return Decision(True, best, f"{begin}; changes to {best.label}: {times}", after)

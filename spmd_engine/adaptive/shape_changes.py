@@ -175,12 +175,9 @@ class ShapeChanges(Hook):
         return self._workload.engine.mesh.activity.phase(what, self._run.steps_done)
 
     def _read(self, order: Mapping[str, Any] | None) -> Next:
-        merged = order is not None
-        if order is None:
-            order = json.loads(text_from_rank_zero(self._reshaper.all_ranks, self._order))
-        assert order is not None
-        joined = self._grow(order["join"], merged) if "join" in order else None
-        request = order["request"]
+        now: Any = order or json.loads(text_from_rank_zero(self._reshaper.all_ranks, self._order))
+        joined = self._grow(now["join"], merged=bool(order)) if "join" in now else None
+        request = now["request"]
         return self._change.read(request and ShapeRequest.from_json(request, "the request"), joined)
 
     def _order(self) -> str:
@@ -210,7 +207,7 @@ class ShapeChanges(Hook):
             if not merged:
                 reshaper.grow(port)
             run.gather_memory_limits(reshaper.all_ranks)
-            notices = [each for hook in run.hooks for each in hook.prepare(self._workload.job, reshaper.all_ranks)]
+            notices = [notice for hook in run.hooks for notice in hook.prepare(self._workload.job, reshaper.all_ranks)]
         if port:
             port.close()
         nodes = [reshaper.world.hosts[rank] for rank in joins]

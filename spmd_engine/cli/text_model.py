@@ -34,9 +34,9 @@ class TextModel:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens that end a text."""
+        """Tokens that end a text. A run has no generation_config.json, but learns the ends that a template writes."""
         end = self.tokenizer.end
-        return self.generation.ends or (() if end is None else (end,))
+        return self.generation.ends or (*(() if end is None else (end,)), *self.tokenizer.turn_ends)
 
 
 #: Options of the job that choose weights and the mesh.

@@ -173,7 +173,7 @@ class LayeredEngine(StoredEngine):
 
         state = on_all_ranks(move.group, placed, catch=Exception if copies else (UsageError, OSError))
         before, state_before = vars(self).copy(), dict(optimizer.state) if optimizer else {}
-        packed = [each.pack(self) if self.is_placed else (None, {}) for each in states]
+        packed = [one.pack(self) if self.is_placed else (None, {}) for one in states]
         try:
             self.model = model
             self.gradients, self.input_gradient = {}, None  # of the last step, on the old mesh

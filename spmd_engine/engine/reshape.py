@@ -234,7 +234,7 @@ class Reshaper:
             raise UsageError(f"{model.name} has other parameters in this composition than the running model")
         position = all_positions(axes)[0]
         layout = self.layout_in(shape, model, position)
-        counts = {name: each.sizes["e"] for name, each in model.layers if "e" in each.sizes}
+        counts = {name: layer.sizes["e"] for name, layer in model.layers if "e" in layer.sizes}
         for layer in shape.experts:
             if layer not in counts:
                 raise UsageError(f"experts of {layer!r}: no layer has experts under this name; {one_of(layer, counts)}")
@@ -292,7 +292,7 @@ class Reshaper:
     def model_in(self, composition: ParallelConfig) -> Model:
         """The model for a composition: the present one if its layers do not differ."""
         present = self.shape.composition
-        layers = [(each.context_method, each.reshard_after) for each in (composition, present)]
+        layers = [(one.context_method, one.reshard_after) for one in (composition, present)]
         return self.engine.model if layers[0] == layers[1] else self._build(composition)
 
     def at_once(self, shape: Shape) -> Shape:
@@ -303,7 +303,7 @@ class Reshaper:
         if rest != earlier or not (moved.storage.overlap and before.storage.overlap and PIPE in shape.axes):
             return shape
         held, wanted = (
-            overlaps(each.chunks_on(shape.axes, self.engine.model), each.storage.overlap) for each in (before, moved)
+            overlaps(one.chunks_on(shape.axes, self.engine.model), one.storage.overlap) for one in (before, moved)
         )
         if held != wanted:
             with suppress(UsageError):  # the new boundaries are outside
@@ -314,7 +314,7 @@ class Reshaper:
 
     def check_live(self, shape: Shape) -> None:
         """Raise UsageError if the arrays cannot move to the shape while steps go on."""
-        if any(each.composition.storage.places.kinds for each in (shape, self.shape)):
+        if any(one.composition.storage.places.kinds for one in (shape, self.shape)):
             raise UsageError("a live migration cannot move what is offloaded: use --protocol stop-and-copy")
 
     def move(self, shape: Shape, copies: Copies | None = None, fill: Callable[[], Any] | None = None) -> None:

@@ -81,7 +81,9 @@ def _upright_size(image: Any) -> tuple[int, int]:
 
 def _pixels(image: Any, kind: ImageKind) -> np.ndarray:
     """Pixels[h w c] of an image: upright, on the background, with the channels of the kind."""
-    upright = import_module("PIL.ImageOps").exif_transpose(image)
+    image.load()  # the EXIF of a PNG may follow its pixels
+    is_upright = image.getexif().get(_ORIENTATION, 1) == 1
+    upright = image if is_upright else import_module("PIL.ImageOps").exif_transpose(image)
     if upright.has_transparency_data:
         if kind.dtype != "uint8":
             raise ValueError(f"pixels of mode {image.mode} are transparent; save it without transparency")

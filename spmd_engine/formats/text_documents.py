@@ -500,16 +500,17 @@ def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
     _pyarrow(f"{name}: a Parquet table")
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(file)
+    table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK)  # else it reads all of the file
     there = table.schema_arrow.names
     wanted = [each for each in there if each in (set(columns.values()) if columns else _KNOWN)]
     if not wanted and table.metadata.num_rows:
         raise _no_document(name, there)
     number = 0
-    for batch in table.iter_batches(1024, columns=wanted):
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{name}, row {number}", row
+    for group in range(table.num_row_groups):
+        for batch in table.iter_batches(1024, row_groups=[group], columns=wanted, use_threads=False):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{name}, row {number}", row
 
 
 PARQUET = ".parquet"
@@ -554,7 +555,7 @@ def document_of(content: Any, where: str, columns: Columns | None = None, source
         text = content["text"]
         if text and isinstance(text, str):
             return Document(text, source=source, where=where)
-    place = {"source": source, "where": where}
+    place: dict[str, Any] = {"source": source, "where": where}
     found = _fields(content, where, columns)
     kinds = _kinds(found)
     if not kinds:

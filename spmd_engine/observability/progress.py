@@ -106,7 +106,8 @@ class Reporter(Observer):
             self._print(f"\n--- a sample of what it writes ---\n{sample}\n----------------------------------\n")
         if self.experts:
             self._print(str(self.experts))
-        self._print(f"validation loss {readable_loss(loss)}{self.unit}{self._metrics()}; results in {self.folder}")
+        final = f"validation loss {readable_loss(loss)}{self.unit}{self._metrics()}; " if loss is not None else ""
+        self._print(f"{final}results in {self.folder}")
 
     def closed(self) -> None:
         if self.bar:

@@ -127,14 +127,8 @@ class NextTokens(ShardedEngine):
     def _choose(self, scores: np.ndarray, x: np.ndarray) -> np.ndarray:
         texts = [self._texts[sequence] for sequence in x[:, SEQUENCE].tolist()]
         keys = [key_of(int(line[KEY]), len(text)) for line, text in zip(x, texts, strict=True)]
-        chosen = choose(
-            scores,
-            self.options,
-            seen=texts,
-            keys=keys,
-            vocabulary=vocabulary_of(self.engine),
-            log_probs=self.log_probs,
-        )
+        vocabulary = vocabulary_of(self.engine)
+        chosen = choose(scores, self.options, seen=texts, keys=keys, vocabulary=vocabulary, log_probs=self.log_probs)
         likely = np.where(np.isnan(chosen.log_probs), -np.inf, chosen.log_probs)
         tokens = np.where(np.isnan(chosen.margins), np.inf, chosen.tokens)
         return np.stack((tokens, likely, np.nan_to_num(chosen.margins, nan=0, posinf=np.inf)), axis=1)

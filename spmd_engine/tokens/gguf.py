@@ -9,13 +9,9 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import reading
-from spmd_engine.tokens.hugging_face import JsonTokenizer, tokenizers_library
+from spmd_engine.tokens.hugging_face import ENDS, JsonTokenizer, tokenizers_library
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
-#: Names of tokens that end a turn or a text; the metadata of many files lacks them.
-_ENDS = frozenset((
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
-))  # fmt: skip
 
 #: Special tokens of Phi-3 that do not take the spaces after them; the metadata does not say so, llama.cpp knows, too.
 _PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
@@ -81,7 +77,7 @@ def gguf_ends(metadata: Mapping[str, Any], where: str = "the GGUF file") -> tupl
         types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
         listed = [_token(metadata, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
         typed = enumerate(zip(tokens, types, strict=False))
-        named = [number for number, (token, kind) in typed if token in _ENDS and kind == CONTROL]
+        named = [number for number, (token, kind) in typed if token in ENDS and kind == CONTROL]
         return tuple(dict.fromkeys(number for number in (*listed, *named) if number is not None))
 
 

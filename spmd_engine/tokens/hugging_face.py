@@ -20,6 +20,10 @@ from spmd_engine.tokens.tokenizer import BROKEN, Tokenizer
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 SPECIAL = "special_tokens_map.json"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  #: a space in vocabularies of SentencePiece
+#: Names of tokens that end a turn or a text; the files of many models do not say so.
+ENDS = frozenset((
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
+))  # fmt: skip
 #: Fields of tokenizer_config.json that enable a token before or after every text, and the names of these tokens.
 AROUND = {"add_bos_token": "bos_token", "add_eos_token": "eos_token"}
 
@@ -91,6 +95,8 @@ class JsonTokenizer(Tokenizer):
         first, last = (own[0], own[-1] + 1) if own else (len(encoding.ids), len(encoding.ids))
         self.before, self.after = encoding.ids[:first], encoding.ids[last:]
         added = self._inner.get_added_tokens_decoder().items()
+        template = self.chat_template if isinstance(self.chat_template, str) else ""
+        self.turn_ends = [token for token, each in added if each.content in ENDS and each.content in template]
         self._special = frozenset([*(token for token, each in added if each.special), self.end])
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:

@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from spmd_engine.errors import UsageError
+
 
 class Tokenizer(ABC):
     """Encodes text as numbers below ``vocabulary``, and decodes them."""
@@ -18,6 +20,7 @@ class Tokenizer(ABC):
     separator: int | None = None  #: the token after each document of a corpus; usually equal to ``end``
     before: Sequence[int] = ()  #: tokens that the tokenizer adds before every text
     after: Sequence[int] = ()  #: and those after it
+    turn_ends: Sequence[int] = ()  #: tokens that end a message in its chat template, besides ``end``
     files: Mapping[str, str] = MappingProxyType({})  #: texts by name: the files that describe the tokenizer
     sha256: str = ""  #: the SHA-256 of all that determines the encoding, in hexadecimal digits
     chat_template: str | None = None  #: a jinja template that writes a conversation as text
@@ -31,13 +34,15 @@ class Tokenizer(ABC):
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens, without special tokens; an incomplete character becomes a replacement mark."""
 
-    @abstractmethod
     def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens of a text, without special tokens around it, and the first and the end character of each."""
+        """Tokens of a text, without special tokens around it, and the first and the end character of each.
 
-    @abstractmethod
+        Raises UsageError for a tokenizer that does not find them, which cannot encode instructions."""
+        raise UsageError(f"{type(self).__name__} has no encode_places, which finds what of an instruction is learnt")
+
     def piece(self, token: int) -> str:
         """The text of a token, also of a special one; as the vocabulary writes it where it is a part of a character."""
+        return self.decode([token])
 
     def is_special(self, token: int) -> bool:
         """Whether it is a token of its own, that no text is split into."""

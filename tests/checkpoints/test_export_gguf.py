@@ -74,7 +74,7 @@ def test_a_folder_is_written_as_a_file_that_is_read_as_the_same(family, tmp_path
         np.testing.assert_allclose(again[name][...], expected, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
-def test_several_ranks_write_the_file_of_one(tmp_path):
+def test_several_ranks_write_the_file_of_one(tmp_path, caplog):
     def program():
         pretrained = Pretrained(GOLDEN / "decoders" / "llama")
         with Mesh() as mesh:
@@ -82,6 +82,7 @@ def test_several_ranks_write_the_file_of_one(tmp_path):
             export_gguf(pretrained, pretrained.shape, tmp_path / f"{mesh.size}.gguf", group, dtype="bfloat16")
 
     run_threads(program, 1), run_threads(program, 3)
+    assert [text.partition(",")[0] for text in caplog.messages] == 2 * ["the file has no tokenizer"]
     assert (tmp_path / "1.gguf").read_bytes() == (tmp_path / "3.gguf").read_bytes()
     dtypes = {name: tensor.dtype for name, tensor in read_gguf(tmp_path / "1.gguf").tensors.items()}
     assert dtypes["output_norm.weight"] == "F32" and dtypes["blk.0.ffn_up.weight"] == "BF16"

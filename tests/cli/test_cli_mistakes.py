@@ -70,6 +70,7 @@ MISTAKES = {
     "Invalid value for '--steps'": ["--steps", "many"],
     "there is no option --stepz; did you mean --steps?": ["--stepz", "3"],
     "there is no option --lr; did you mean --learning-rate? 'python -m spmd_engine train --help-all'": ["--lr", "1"],
+    "there is no option --batch; did you mean --batch-size?": ["--batch", "1"],
     "no such run": ["--resume", "--run", "nothing"],
     "holds a run already": ["--run", "taken"],
     "needs CuPy": ["--device", "cuda"],

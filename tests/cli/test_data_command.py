@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from spmd_engine.cli.data import data
+from spmd_engine.cli.generate import _prompts
 from spmd_engine.errors import UsageError
 from support.token_files import prepared
 
@@ -94,3 +95,9 @@ def test_columns_of_a_table_are_named(tmp_path):
     assert "30 documents" in told
     found = shown(tmp_path / "x.csv", "--columns", "prompt=title,completion=body", "-n", 1)
     assert bytes(found[0]["tokens"][:-1]) == b"t0body 0" and found[0]["learnt"] == [0, 0, *[1] * 7]
+
+
+def test_prompts_of_a_file_are_texts_or_messages_with_their_tools(tmp_path):
+    rows = [{"prompt": "a"}, {"messages": CHAT[:1], "tools": [{"name": "f"}]}]
+    found = _prompts(["first"], str(lines(tmp_path / "x.NDJSON", rows)))
+    assert json.loads(json.dumps(found)) == ["first", "a", [CHAT[:1], [{"name": "f"}]]]

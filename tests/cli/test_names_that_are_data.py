@@ -23,7 +23,7 @@ from support.command_line import metrics
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED = GOLDEN / "names_that_are_data.json"
 COMMON = ["--dtype", "float64", "--eval-every", "0", "--eval-samples", "2", "--sample", "0", "--seed", "3"]
-LANGUAGE = [*COMMON, "--batch-size", "2", "--dropout", "0.1", "--steps", "2"]
+LANGUAGE = [*COMMON, "--batch-size", "2", "--dropout", "0.1", "--steps", "2", "--warmup", "50"]
 IMAGES = [*COMMON, "--batch-size", "4", "--steps", "10", "--warmup", "2"]
 RUNS = {
     "gpt-nano": ["--model", "gpt-nano", *LANGUAGE],
@@ -32,7 +32,7 @@ RUNS = {
     "mlp": ["--model", "mlp", *IMAGES],
     "resnet-nano": ["--model", "resnet-nano", *IMAGES, "--steps", "3", "--augment", "shift-flip"],
     "PowerSGD": ["--model", "mlp", *IMAGES, "--compress", "powersgd:2"],  # on two ranks
-    "a strategy": ["--strategy", "tensor-parallel", *COMMON, "--steps", "3"],
+    "a strategy": ["--strategy", "tensor-parallel", *COMMON, "--steps", "3", "--warmup", "50"],
 }
 LETTERS = GOLDEN / "runs" / "letters.tokens"
 

@@ -20,7 +20,7 @@ MODEL = DecoderConfig(
     layers=2, width=8, heads=4, key_value_heads=2, hidden=10, vocabulary=13, context=40, window=3, window_layers="1"
 )
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-EACH, ALL = 3, 10  #: tokens on each mesh but the last, and in all
+EACH, ALL = 2, 7  #: tokens on each mesh but the last, and in all
 DRAWN = SamplingOptions(sample=True, seed=2)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import Document
-from spmd_engine.tokens import ByteTokenizer
+from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.encoding import (
     encode_chat,
     encode_conversation,
@@ -113,3 +113,26 @@ def test_tools_are_written_and_unwritten_ones_are_said(tmp_path):
         ((counted, parts),) = prepare._encoded([document], tokenizer)
         notes.append((counted.notice, '[{"name": "add"}]' in tokenizer.decode(parts[0][0])))
     assert notes == [("tools, which the chat template does not write", False), ("", True)]
+
+
+def test_what_ends_an_answer_in_training_ends_it_in_a_chat(tmp_path):
+    pytest.importorskip("jinja2")
+    tokenizer = tokenizer_in(tmp_path, "qwen2 by default", HEAD + "{{ m.content }}" + TAIL)
+    found = encode_conversation(tokenizer, CHAT[:2])
+    (ended,) = [token for token, counts in zip(found.tokens, found.learnt) if counts and tokenizer.is_special(token)]
+    assert ended != tokenizer.end and tokenizer.turn_ends == [ended]
+
+
+def test_a_tokenizer_of_the_user_s_own_encodes_texts_but_no_instructions():
+    class Letters(Tokenizer):
+        vocabulary = 256
+
+        def encode(self, text, *, special=True):
+            return [ord(each) for each in text]
+
+        def decode(self, tokens):
+            return "".join(map(chr, tokens))
+
+    assert encode_text(Letters(), "ab").tokens == [97, 98] and Letters().piece(97) == "a"
+    with pytest.raises(UsageError, match="Letters has no encode_places"):
+        encode_pair(Letters(), "a", "b")

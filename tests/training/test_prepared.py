@@ -17,7 +17,7 @@ from spmd_engine.formats.text_documents import Document
 from spmd_engine.formats.token_file import is_token_file, open_token_file
 from spmd_engine.tokens import ByteTokenizer
 from spmd_engine.training import Run, TrainConfig, Trainer
-from spmd_engine.training.data.prepare import _encoded, prepare
+from spmd_engine.training.data.prepare import _encoded, prepare, prepare_with_summary
 from spmd_engine.training.data.token_data import PreparedData, check_file, whole_documents, windows
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.workload import make_trainer, open_workload
@@ -36,6 +36,25 @@ def test_a_file_is_the_same_however_many_ranks_write_it(texts, tmp_path):
         prepared(texts, output, ranks)
     assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.tokens", "2.tokens", "5.tokens", "texts"]
+
+
+def test_a_summary_counts_the_rows_of_all_ranks(tmp_path):
+    rows = [{"text": "some words " * (number % 3)} for number in range(30)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.json").write_text(json.dumps(rows[:7]))
+
+    def program(ranks):
+        with Mesh(data=ranks) as mesh:
+            paths = [str(tmp_path / name) for name in ("a.jsonl", "b.json")]
+            return prepare_with_summary(mesh.group(), paths, ByteTokenizer(), tmp_path / f"{ranks}.tokens")[1]
+
+    alone, shared = (run_threads(program, ranks, args=(ranks,)) for ranks in (1, 3))
+    assert shared == alone * 3
+    assert [(each.rows, each.documents, each.left_out) for each in alone[0]] == [
+        (30, 20, {"empty": 10}),
+        (7, 4, {"empty": 3}),
+    ]
+    assert (tmp_path / "1.tokens").read_bytes() == (tmp_path / "3.tokens").read_bytes()
 
 
 def test_what_is_in_it(texts, tmp_path):

@@ -8,6 +8,7 @@ from spmd_engine.engine import SGD, AdamW
 from spmd_engine.sharding.shards import Shards
 from spmd_engine.verification import verify
 from spmd_engine.verification.reference import batches_for_model
+from spmd_engine.verification.report import Distances, Report
 from support import tiny
 from support.tiny import mesh_of_one
 
@@ -70,3 +71,10 @@ def test_verify_finds_a_missing_sum_among_roundings(monkeypatch):
     monkeypatch.setattr(Shards, "start_reduce_scatter", reduce_scatter)
     report = verified({"model": 2})
     assert not report.agrees and report.disagreement.layer.startswith("block")
+
+
+def test_a_large_difference_of_parameters_after_a_rounded_step_is_explained():
+    steps = [Distances(1, 1.0, 1e-3, 2e-3, 2.0)]
+    verdict = Report(steps, 1e-9, rounded_in=("mlp",), differing=("output of mlp",)).verdict
+    assert "loss and gradients agree to 2e-03" in verdict
+    assert "parameters agree to 2e+00: AdamW divides gradients by their size" in verdict

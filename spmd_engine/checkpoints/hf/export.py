@@ -187,16 +187,18 @@ def _lay_out(tensors: Sequence[TensorToWrite], largest: int) -> dict[str, list[T
 
 
 def _tokenizer_facts(source: str | Path | None, vocabulary: int) -> dict[str, Any]:
-    """The metadata about the tokenizer of a folder or GGUF file."""
-    if source is None:
-        return {}
-    if is_gguf(source):
-        return {name: value for name, value in read_gguf(source).facts.items() if name.startswith("tokenizer.")}
-    try:
-        return facts_of_tokenizer(tokenizer_at(source), vocabulary)
-    except UsageError as error:
-        logger.warning(_NOT_HANDED_ON, error)
-        return {}
+    """The metadata about the tokenizer of a folder or GGUF file; none, with a warning, if there is none to write."""
+    if source is not None and is_gguf(source):
+        facts = {name: value for name, value in read_gguf(source).facts.items() if name.startswith("tokenizer.")}
+    else:
+        try:
+            facts = facts_of_tokenizer(tokenizer_at(source), vocabulary) if source is not None else {}
+        except UsageError as error:
+            logger.warning(_NOT_HANDED_ON, error)
+            return {}
+    if not facts:
+        logger.warning("the file has no tokenizer, which llama.cpp needs: the model has none, or is of bytes")
+    return facts
 
 
 def _companion_files(source: str | Path | None) -> dict[str, bytes]:

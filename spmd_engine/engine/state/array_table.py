@@ -38,7 +38,7 @@ GRADIENT = "gradient"  #: what layers add to
 SUMMED = "sum of gradients"  #: over ranks, of what this rank updates
 STATE = "optimizer state"  #: each kind of it
 FROZEN = "frozen weight"  #: without a gradient, as under adapters
-BUFFER = "buffer"
+BUFFER = "buffer"  #: running statistics, which are sums
 RESIDUE = "residue"  #: what compression has omitted from sums
 SAVED = "saved activation"
 

@@ -10,9 +10,9 @@ from math import prod
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
-from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
+from spmd_engine.engine.state.array_table import BUFFER, FROZEN, ArrayTable
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.engine.zero.storage import start_copies
 from spmd_engine.layers.declarations import Buffer, SideOutput
@@ -35,7 +35,7 @@ class Buffers:
         layers: Mapping[int, tuple[int, ...]],
         mesh: Mesh,
         layout: Layout,
-        dtype: np.dtype,
+        table: ArrayTable,
         backend: Backend,
         elsewhere: Container[str] = (),
     ) -> None:
@@ -61,7 +61,7 @@ class Buffers:
                 self._described[full_name] = buffer
                 self._axes[full_name] = shards.axes(buffer.summed, buffer.where)
                 self.index[full_name] = spec.block(shape, mesh)
-                kept_in = dtype if buffer.frozen else accumulated_in(dtype)  # running statistics are sums
+                kept_in = table[FROZEN if buffer.frozen else BUFFER].dtype
                 self.arrays[full_name] = backend.xp.full(spec.local_shape(shape, mesh), buffer.initial, kept_in)
                 self._of_layer.setdefault(number, {})[local_name] = self.arrays[full_name]
                 if len(stages) > 1 and not buffer.frozen:

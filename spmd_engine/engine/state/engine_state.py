@@ -128,7 +128,8 @@ def place(
     how: dict[str, Any] = {"together": together, "trained": trained}
     store = ParameterStore(described, assignment, mesh, layout, storage, dtype, backend, **how)
     frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)
-    buffers = Buffers(model, assignment.held, mesh, layout, dtype, backend, frozen.arrays)
+    table = storage.table(mesh.axes, (), dtype, trained=trained)
+    buffers = Buffers(model, assignment.held, mesh, layout, table, backend, frozen.arrays)
     extras = Extras(buffers, SideOutputs(model, mesh, layout))
     unsharder = Unsharder(
         [*store.storages, *frozen.storages],
@@ -136,7 +137,7 @@ def place(
         {layer: buffers.of_layer(layer) for layer in assignment.uses},
     )
     passes = [assignment.chunks[number] for number in assignment.mine]
-    reducer = Reducer(store.storages, assignment.uses, passes)
+    reducer = Reducer(store.storages, assignment.uses, passes, trained)
     shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
 
     def chunk_of(layers: range) -> Chunk:

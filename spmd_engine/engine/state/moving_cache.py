@@ -48,24 +48,24 @@ def unpack_cache(
 ) -> tuple[Cache, Parts]:
     """This rank's cache on another mesh, for some of the sequences, by the facts that all ranks of the old mesh have
     packed; and the parts of ``whole`` arrays that fill it."""
-    lengths = {sequence: length for each in facts for sequence, length in each["lengths"]}
+    lengths = {sequence: length for rank in facts for sequence, length in rank["lengths"]}
     of, part = engine.mesh.axis_size(engine.layout.axes("s")), engine.mesh.index(engine.layout.axes("s"))
     here = {engine.model.layers[n][0] for chunk in engine.assignment.mine for n in engine.assignment.chunks[chunk]}
     cache, parts = Cache([lengths[sequence] for sequence in sequences]), {}
-    several = [window for each in facts for window in each["windows"]]
-    for window in dict.fromkeys(each["window"] for each in several):
+    several = [window for rank in facts for window in rank["windows"]]
+    for window in dict.fromkeys(columns["window"] for columns in several):
         held: dict[int, dict[int, Sequence[int]]] = {}  # by sequence and part of s on the old mesh: positions
         dropped, layers = dict.fromkeys(sequences, 0), {}
-        for each in several:
-            if each["window"] == window:
-                layers |= {layer: count for layer, count in each["layers"].items() if layer in here}
-                for sequence, positions, first in each["rows"]:
-                    held.setdefault(sequence, {})[each["part"]] = positions
+        for columns in several:
+            if columns["window"] == window:
+                layers |= {layer: count for layer, count in columns["layers"].items() if layer in here}
+                for sequence, positions, first in columns["rows"]:
+                    held.setdefault(sequence, {})[columns["part"]] = positions
                     dropped[sequence] = max(first, dropped.get(sequence, 0))
         pieces, places = [], []
         for row, sequence in enumerate(sequences):
             mine: list[int] = []
-            for old, positions in sorted(held[sequence].items()):
+            for old, positions in sorted(held.get(sequence, {}).items()):
                 taken, begin = span(len(positions), of, part), len(mine)
                 mine += positions[taken]
                 if len(mine) > begin:
@@ -81,9 +81,9 @@ def unpack_cache(
                 shape = len(places), used, heads.stop - heads.start, one.shape[-1]
                 x = engine.backend.xp.zeros(shape, one.dtype)  # hidden values must be finite
                 room.setdefault(layer, []).append(x)
-                for sequence, old, taken, columns in pieces:
+                for sequence, old, taken, place in pieces:
                     block = Rectangle((taken.start, heads.start, 0), (taken.stop, heads.stop, one.shape[-1]))
-                    parts[_name(layer, number, sequence, old)] = block, x[columns]
+                    parts[_name(layer, number, sequence, old)] = block, x[place]
         padded = np.array([mine + [HIDDEN] * (used - len(mine)) for mine in places])
         firsts = [dropped[sequence] for sequence in sequences]
         cache.by_window[window] = Columns.of(window, engine.backend.asarray(padded), firsts, room)

@@ -33,12 +33,13 @@ class Reducer:
         storages: Sequence[GroupStorage],
         uses: Mapping[int, Mapping[str, str]],
         passes: Sequence[Sequence[int]],
+        trained: bool = True,
     ) -> None:
         self._storages, self._uses = storages, uses
-        rows = {storage: storage.table.get(GRADIENT) for storage in storages}
-        self._has_gradients = all(rows.values())
-        self._kept = [storage for storage, row in rows.items() if row and row.lasts]  # with whole gradients
-        self._sent = {storage for storage, row in rows.items() if row and not row.lasts}  # to owners, in each backward
+        self._trained = trained
+        #: groups with whole gradients, and those whose gradients are sent to owners in each backward
+        self._kept = [storage for storage in storages if trained and storage.table[GRADIENT].lasts]
+        self._sent = {storage for storage in storages if trained and storage not in self._kept}
         self._storage_of = {name: storage for storage in storages for name in storage.group.spans}
         self._pass_of = {layer: number for number, layers in enumerate(passes) for layer in layers}
         #: the number of contributions to each group in one backward of each pass
@@ -56,7 +57,7 @@ class Reducer:
 
     def begin(self, micro_batches: int) -> None:
         """Prepare for a step, also after one that raised an exception. Raises UsageError if there are no gradients."""
-        if not self._has_gradients:
+        if not self._trained:
             raise UsageError("this engine was made for inference, without gradients: make another one to train")
         self.steps, self.micro_batches = self.steps + 1, micro_batches
         for pending in self._reducing:  # of a failed step: until they end they write to the gradients

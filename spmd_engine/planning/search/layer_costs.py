@@ -80,43 +80,43 @@ class ShardedLayers:
         for layers in repeated:
             recomputed[layers.start : layers.stop] = True
         self.later_repeated = {layer for layers in repeated for layer in layers[1:]}
-        self.forward = self._array(lambda cost: cost.forward + cost.inside_forward)
-        self.forward += self._idle(model, self._array(lambda cost: cost.host_forward), self.forward)
-        inputs, inside = self._array(lambda cost: cost.backward_input), self._array(lambda cost: cost.inside_backward)
-        self.weights = self._array(lambda cost: cost.backward_weights)
+        self.forward = self._array("forward") + self._array("inside_forward")
+        self.forward += self._idle(model, self._array("host_forward"), self.forward)
+        inputs, inside = self._array("backward_input"), self._array("inside_backward")
+        self.weights = self._array("backward_weights")
         work = inputs + inside + self.weights
-        idle = self._idle(model, self._array(lambda cost: cost.host_backward), work)
+        idle = self._idle(model, self._array("host_backward"), work)
         self.back = inputs + inside + idle + recomputed * self.forward
         self.add_up()
         self.exposed = 0.0  #: seconds of ``whole`` in gathers and reductions of ZeRO
         #: seconds of the forward and backward of a micro-batch, without weight gradients and recomputation
         self.path = float(self.forward.sum() + inputs.sum())
         #: seconds of ``work`` in communication inside layers; and bytes that a rank with all layers sends in them
-        self.inside = float((self._array(lambda cost: cost.inside_forward) * (1 + recomputed) + inside).sum())
-        sent = self._array(lambda cost: cost.sent_forward), self._array(lambda cost: cost.sent_backward)
+        self.inside = float((self._array("inside_forward") * (1 + recomputed) + inside).sum())
+        sent = self._array("sent_forward"), self._array("sent_backward")
         self.sent = float((sent[0] * (1 + recomputed) + sent[1]).sum())
-        self.output = self._array(lambda cost: cost.output)
-        saved = self._array(lambda cost: cost.saved)
+        self.output = self._array("output")
+        saved = self._array("saved")
         self.kept = np.where(recomputed, 0.0, saved)
         for layers in repeated:
             if layers.start > 0:
                 self.kept[layers.start] = costs[layers.start - 1].output
         self.all_kept = float(self.kept.sum())
         self.kept_before = np.cumsum(self.kept) - self.kept
-        above = self._array(lambda cost: max(cost.above_forward, cost.above_backward))
+        above = np.maximum(self._array("above_forward"), self._array("above_backward"))
         self.running = self.kept_before + self.kept + above
         for layers in repeated:
             part = slice(layers.start, layers.stop)
             self.running[part] += np.cumsum(saved[part])
-        self.elements = self._array(lambda cost: cost.parameters)
-        self.own_elements = float(self.elements.sum() - self._array(lambda cost: cost.tied).sum())
+        self.elements = self._array("parameters")
+        self.own_elements = float(self.elements.sum() - self._array("tied").sum())
         #: elements that are gathered at once for a layer: those of its segment if that is recomputed
         self.gathered = self.elements.copy()
         for layers in repeated:
             part = slice(layers.start, layers.stop)
             self.gathered[part] = self.elements[part].sum()
         #: elements of each layer's last reduced groups
-        self.last_groups = self._array(lambda cost: sum(cost.groups[-IN_FLIGHT:]))
+        self.last_groups = np.array([float(sum(cost.groups[-IN_FLIGHT:])) for cost in costs])
         numbers = {name: number for number, (name, _) in enumerate(model.layers)}
         #: layer with a tied parameter -> the layer that owns it
         self.owners = {
@@ -135,10 +135,10 @@ class ShardedLayers:
         self.before = np.concatenate([np.zeros((3, 1)), np.cumsum(kinds, axis=1)], axis=1)
         self.whole = float(self.work.sum())
 
-    def _array(self, number: Callable[[LayerCosts], float]) -> np.ndarray:
-        """``number`` of each layer: float64[layers]."""
+    def _array(self, name: str) -> np.ndarray:
+        """A field of each layer's costs: float64[layers]."""
         distinct, indices = self.different
-        return np.array([float(number(cost)) for cost in distinct])[indices]
+        return np.array([float(getattr(cost, name)) for cost in distinct])[indices]
 
     def _idle(self, model: Model, host: np.ndarray, work: np.ndarray) -> np.ndarray:
         """Seconds that a device waits for its host, float64[layers]. Within a block the host launches ahead of the

@@ -31,11 +31,12 @@ class RankOrders:
         self._alike: dict[int, list[int]] = {}  # the interchangeable nodes, for each of them
         by_kind: dict[int, list[int]] = defaultdict(list)
         for rank, (number, node) in enumerate(machine.places):
-            self._nodes[rank if machine.pairs else number].append(rank)
+            unit = rank if machine.pairs else number
+            self._nodes[unit].append(rank)
             key = id(node) if machine.topology.kind == "flat" and not machine.pairs else -1 - len(self._alike)
-            if (rank if machine.pairs else number) not in self._alike:
-                by_kind[key].append(rank if machine.pairs else number)
-                self._alike[by_kind[key][-1]] = by_kind[key]
+            if unit not in self._alike:
+                by_kind[key].append(unit)
+                self._alike[unit] = by_kind[key]
 
     @property
     def matter(self) -> bool:

@@ -316,6 +316,7 @@ def _candidates_on(space: SearchSpace, axes: Mapping[str, int], batch_size: int)
     """Candidates on one mesh."""
     model, pipe, base = space.model, axes.get(PIPE, 1), space.base
     overlap, order = base.storage.overlap, base.order
+    assert isinstance(overlap, int), "a search has no ranges of overlapping layers"
     shards = prod(size for axis, size in axes.items() if axis in BATCH)
     stored = prod(size for axis, size in axes.items() if axis in SUMMED)
     micro = [space.micro_batches] if space.micro_batches else micro_batch_numbers(batch_size, shards, pipe)

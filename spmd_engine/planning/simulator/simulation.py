@@ -146,7 +146,8 @@ def program_of(step: RankStep) -> Iterator[tuple[str, int]]:
     Of communications that nothing hides, a rank waits for consecutive messages when all of them have begun, as in a
     ring, where each rank sends before it receives.
     """
-    begun, ended, exposed = (defaultdict[int, list](list) for _ in range(3))  # before each computation
+    begun, ended = (defaultdict[int, list[int]](list) for _ in range(2))  # before each computation
+    exposed = defaultdict[int, list[list[int]]](list)
     for number, call in enumerate(step.communications):
         if call.begins < call.ends:
             begun[call.begins].append(number)
