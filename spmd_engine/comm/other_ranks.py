@@ -49,14 +49,18 @@ class OtherRanks:
     def set(self, ranks: Sequence[int]) -> None:
         """These are the ranks from now on."""
         self.ranks = list(ranks)
-        for rank in ranks if self.world.rank == 0 else ():
-            report = np.zeros(1, np.int64)
-            self._reports[rank] = report, self.world.start_receive(report, rank, _TAG)
 
     # --- on rank 0
 
+    def _listen(self) -> None:
+        """Begin to receive the reports of these ranks, on rank 0: not before, as a mesh may be opened without a job."""
+        for rank in set(self.ranks) - self._reports.keys() if self.world.rank == 0 else ():
+            report = np.zeros(1, np.int64)
+            self._reports[rank] = report, self.world.start_receive(report, rank, _TAG)
+
     def signal(self) -> int:
         """The number of a signal that one of these ranks has received, on rank 0; 0 for none."""
+        self._listen()
         return max((int(n[0]) for n, requests in self._reports.values() if self.world.done(requests)), default=0)
 
     def send(self, order: Mapping[str, Any], ranks: Sequence[int], wakes: bool = False) -> None:
@@ -69,6 +73,7 @@ class OtherRanks:
 
     def wake(self, order: Mapping[str, Any]) -> None:
         """Send all of these ranks an order, from rank 0, and wait until they are awake."""
+        self._listen()
         self.send(order, self.ranks, wakes=True)
         requests = [*self._reports.values(), *((report, sent) for sent, report in self._sends)]
         began, idle = monotonic(), 0

@@ -238,7 +238,7 @@ STACK = [Linear(("d", WIDTH), ("f", HIDDEN)), Linear(("f", HIDDEN), ("d", WIDTH)
         (STACK, {"recompute": "blocks"}, "no recompute 'blocks'; there are: none, block, attention"),
         (STACK, {"stages": "halves"}, "cannot read stages 'halves'"),
         (STACK, {"zero_stage": 1}, "no option 'zero_stage' for this model; choose from: zero, layout"),
-        (STACK, {"dtype": "float33"}, "dtype is 'float33'; choose float32, bfloat16, float16, float64"),
+        (STACK, {"dtype": "float33"}, "dtype is 'float33'; did you mean 'float32'"),
         (STACK, {"mesh": {"data": 1}}, r"mesh is a dict; make it a Mesh, as Mesh\(data=2\)"),
     ],
 )

@@ -63,11 +63,8 @@ class GroupStorage:
         #: ranks that own the same part, to sum over last
         self.rest = mesh.group(over, among=stages) if over and is_computed else None
         self.compression = compression(compress, group)
-        sum_rest = [self._start_sum_rest] if self.rest else []
-        comes_last = self.owners is not None or len(computed_on) > 1
-        self._whole_sums: list[StartSum] = [] if comes_last else sum_rest
-        self._last_sums: list[StartSum] = sum_rest if comes_last else []
-        self._last_sums += [sum_over_stages] if sum_over_stages else []
+        self._rest_comes_last = self.owners is not None or len(computed_on) > 1
+        self._sum_over_stages = sum_over_stages
         intervals = group.intervals(self.owners.size) if self.owners else [group.whole]
         self._sizes = [part.stop - part.start for part in intervals]
         self.interval = intervals[self.owners.rank if self.owners else 0]
@@ -86,10 +83,6 @@ class GroupStorage:
         self._gathering: Any = None  # a Pending, or a Future of what is read
         self._views: dict[str, Array] | None = None
         self._gradient_views: dict[str, Array] | None = None
-
-    def _start_sum_rest(self, gradients: Array) -> Pending | Deferred:
-        assert self.rest
-        return self.compression.start_all_reduce(gradients, self.rest)
 
     def _allocate(self, row: ArrayRow, elsewhere: Callable[[Sequence[int], np.dtype], Array] | None) -> Any:
         if row.alias is not None:
@@ -204,7 +197,7 @@ class GroupStorage:
         Gradients that last are summed in place; the memory of others is freed.
         """
         if not self.owners:
-            return self._whole_sums[0](self.own_gradients) if self._whole_sums else None
+            return None if self._rest_comes_last else self._start_sum_rest()
         lasts = self.table[GRADIENT].lasts
         out = self.own_gradients if lasts else None
         pending = self.compression.start_reduce_scatter(self.whole_gradients, self.owners, self._sizes, out)
@@ -217,12 +210,15 @@ class GroupStorage:
 
         This comes last, and in the order of groups: stages complete their shared groups in different orders.
         """
-        pending = None
-        for start in self._last_sums:
-            if pending is not None:
-                pending.wait()
-            pending = start(self.own_gradients)
-        return pending
+        pending = self._start_sum_rest() if self._rest_comes_last else None
+        if self._sum_over_stages is None:
+            return pending
+        if pending is not None:
+            pending.wait()
+        return self._sum_over_stages(self.own_gradients)
+
+    def _start_sum_rest(self) -> Pending | Deferred | None:
+        return self.compression.start_all_reduce(self.own_gradients, self.rest) if self.rest else None
 
     def start_copies(self) -> Sequence[Pending | Deferred]:
         """Begin to send the sum of the own part to the stages that only hold it, or to receive it.
