@@ -23,10 +23,11 @@ _MOST = 1000  # characters of an error
 class OtherRanks:
     """The ranks of the world that are not on the mesh, and their messages with rank 0.
 
-    Such a rank only waits for orders, which are JSON, and does what they say. With an order that *wakes* it, it answers
-    by the number of a signal that it has received, or 0, and is among ``ranks`` no longer, until ``set``; so no message
-    is left over when the program ends. It reports a signal as soon as it has one. On rank 0, ``with others: ...`` ends
-    these ranks as the block ends: with the same exit code, or the same UsageError; other errors end all ranks of a job.
+    Such a rank only waits for orders, which are JSON, and does what they say. It reports a signal as soon as it has
+    one. To an order that *wakes* it, it answers with the number of that signal, or 0, so that no message is left over
+    when the program ends. If other ranks are outside the mesh afterwards, ``set`` says which. On rank 0, ``with others:
+    ...`` ends these ranks as the block ends: with the same exit code, or the same UsageError; other errors end all
+    ranks of a job.
     """
 
     def __init__(self, world: Communicator, ranks: Sequence[int] = (), timeout: float | None = TIMEOUT) -> None:
@@ -139,8 +140,11 @@ class OtherRanks:
         self._sends, self._has_reported = [(self.world.start_send(report, 0, _TAG), report)], True
 
     def _wait(self, requests: list, received: Callable[[], int]) -> None:
-        """Wait for a message, or, without ``requests``, until all that this rank has sent has left. It may take any
-        time, in which the rank looks ever less often: it is late by a hundredth of what it has waited."""
+        """Wait for a message, or, without ``requests``, until all that this rank has sent has left.
+
+        A message may take any time to come. The longer the rank has waited, the less often it looks: it notices the
+        message after at most a hundredth of that time more.
+        """
         world, began, idle = self.world, monotonic(), 0
         requests = requests or [each for sent, _ in self._sends for each in sent]
         while True:

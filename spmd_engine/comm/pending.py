@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, RLock, Thread
@@ -421,6 +421,16 @@ class Deferred:
         self.finish()
         value, self._value = self._value, None
         return wait_for(value)
+
+
+class Several:
+    """Messages under way; ``wait()`` returns what is received by each."""
+
+    def __init__(self, messages: Iterable[Pending]) -> None:
+        self._messages = list(messages)
+
+    def wait(self) -> list[Any]:
+        return [message.wait() for message in self._messages]
 
 
 UNDER_WAY = (Pending, Deferred)

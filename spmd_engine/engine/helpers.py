@@ -28,18 +28,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, Backend, backend_of
+from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.axes import all_positions, axes_of_stage, axes_text
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh, ranks_by_position
-from spmd_engine.comm.pending import Deferred, Pending
+from spmd_engine.comm.pending import Deferred, Pending, Several
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, segments
 from spmd_engine.engine.schedules import schedule as schedules
 from spmd_engine.engine.schedules.timeline import check_programs
 from spmd_engine.engine.state.assignment import BATCH, PIPE
 from spmd_engine.engine.state.buffers_and_side_outputs import Extras
-from spmd_engine.engine.uneven_stages import Several
+from spmd_engine.engine.uneven_stages import concatenated
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.unsharder import Unsharder, tree_of
 from spmd_engine.errors import UsageError
@@ -606,8 +606,8 @@ class _Owners(_Messages):
             if chunk > source:
                 ends = accumulate(map(len, several[0]), initial=0)
                 self.rows[m, self.passes.stage_of(chunk)] = [slice(*pair) for pair in pairwise(ends)]
-                self._take_context(m, dict(zip(names[1:], map(_joined, several[1:]), strict=True)))
-            return _joined(several[0])
+                self._take_context(m, dict(zip(names[1:], map(concatenated, several[1:]), strict=True)))
+            return concatenated(several[0])
 
         return Deferred(messages, take)
 
@@ -649,10 +649,6 @@ class _Owners(_Messages):
         """Wait until the gradients of the weights have left."""
         while self._sends:
             self._sends.pop().wait()
-
-
-def _joined(parts: Sequence[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else backend_of(parts[0]).xp.concatenate(parts)
 
 
 class AssignedLayers:

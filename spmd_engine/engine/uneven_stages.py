@@ -6,7 +6,7 @@ transfers: every rank receives, once, the part that it needs, the whole or, unde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import eq, itemgetter, ne
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from spmd_engine.axes import PIPE, MeshPosition, uneven_axes
 from spmd_engine.comm.blocks import reduce_into
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
-from spmd_engine.comm.pending import Deferred, Pending
+from spmd_engine.comm.pending import Deferred, Several
 from spmd_engine.engine.pipeline import PipelineNeighbours
 from spmd_engine.engine.state.assignment import ZeroConfig, owned_rectangle
 from spmd_engine.layers.declarations import Parameter
@@ -87,7 +87,7 @@ class UnevenNeighbours(PipelineNeighbours):
             for link in links
             if link.receiver == self._pipe.rank
         )
-        return Deferred(pieces, partial(_joined, dim))
+        return Deferred(pieces, partial(concatenated, dim=dim))
 
     def _transfer(self, source: int, to: int, ctx: ForwardContext | None) -> tuple[int, list[StageMessage]]:
         """The dim that is split, and the messages, in the order of their parts, from chunk ``source`` to ``to``."""
@@ -120,16 +120,6 @@ class UnevenNeighbours(PipelineNeighbours):
         return links + [StageMessage(sender, rank, slice(0, 0)) for rank in sorted(lacking)]
 
 
-class Several:
-    """Messages under way; ``wait()`` returns what is received by each."""
-
-    def __init__(self, messages: Iterable[Pending]) -> None:
-        self._messages = list(messages)
-
-    def wait(self) -> list[Any]:
-        return [message.wait() for message in self._messages]
-
-
 def _length(layers: Sequence[tuple[str, Layer]], letter: str) -> int:
     """That of ``letter`` in the last layer's output; layers without parameters, as ReLU, leave it to earlier ones."""
     return next(
@@ -137,7 +127,8 @@ def _length(layers: Sequence[tuple[str, Layer]], letter: str) -> int:
     )
 
 
-def _joined(dim: int, pieces: Sequence[Array]) -> Array:
+def concatenated(pieces: Sequence[Array], dim: int = 0) -> Array:
+    """The pieces along a dim; a single one is no copy."""
     return pieces[0] if len(pieces) == 1 else backend_of(pieces[0]).xp.concatenate(pieces, axis=dim)
 
 

@@ -202,11 +202,6 @@ class ResolvedJob:
         return mesh_beside(self.others, self.axes, order=self.job.composition.order, **self.job.mesh_options)
 
 
-def mesh_of(job: TrainConfig, axes: Mapping[str, Any], others: Sequence[int], **options: Any) -> Mesh:
-    """Open the mesh of a job with these axes, beside the ``others``. ``options`` are those of ``Mesh``."""
-    return mesh_beside(others, axes, order=job.composition.order, check=job.check, **options)
-
-
 def resolve(
     job: TrainConfig | Mapping[str, Any] | str | Path | None, resume: bool = False, given: Collection[str] = ()
 ) -> ResolvedJob:

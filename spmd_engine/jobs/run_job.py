@@ -94,9 +94,9 @@ def train(
                 parameters = workload.parameter_count  # on all ranks: an engine may have to exchange shapes
                 new_run.notify("opened", workload, parameters, notices)
                 new_run.notify("loaded", loaded)
-                composition = job.composition.changed(mesh=dict(mesh.all_axes))
-                config = with_corpus(workload).changed(composition=composition).as_json()
-                if mesh.rank == 0:
+                if mesh.rank == 0 and mesh.others.ranks:
+                    composition = job.composition.changed(mesh=dict(mesh.all_axes))
+                    config = with_corpus(workload).changed(composition=composition).as_json()
                     order = {"config": config, "folder": str(folder), "steps": stop_at or steps}
                     mesh.others.send(order, mesh.others.ranks)
                 new_run.train(stop_at or steps)

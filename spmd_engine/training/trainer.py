@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import inf, isfinite
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from spmd_engine.engine.contract import check_batch
 from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError, ReplicasDifferError, UsageError
-from spmd_engine.layers.contract import described
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.loss_scale import LossScale
@@ -110,7 +110,7 @@ class Trainer:
         max_skipped: int = 0,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        _check_arguments(engine, optimizer, batches, rate, grad_clip)
+        _check_arguments(engine=engine, optimizer=optimizer, batches=batches, rate=rate, grad_clip=grad_clip)
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.hooks = stop, max_skipped, tuple(hooks)
@@ -313,19 +313,17 @@ def _all_finite(x: Any) -> bool:
     return bool(backend_of(x).xp.isfinite(x).all())
 
 
-def _check_arguments(engine: Any, optimizer: Any, batches: Any, rate: Any, grad_clip: Any) -> None:
-    expectations = {
-        "engine": (isinstance(engine, ShardedEngine), "a ShardedEngine, not its class"),
-        "optimizer": (isinstance(optimizer, Optimizer), "an Optimizer, as SGD(), not its class"),
-        "batches": (callable(batches), "a function of the step, as lambda step: batch_of(x, y, engine, step=step)"),
-        "rate": (callable(rate), "a function of the step, as lambda step: 0.1"),
-        "grad_clip": (hasattr(grad_clip, "__float__"), "a number"),
+def _check_arguments(**arguments: Any) -> None:
+    expectations: dict[str, tuple[Any, str]] = {
+        "engine": (ShardedEngine, "a ShardedEngine, not its class"),
+        "optimizer": (Optimizer, "an Optimizer, as SGD(), not its class"),
+        "batches": (Callable, "a function of the step, as lambda step: batch_of(x, y, engine, step=step)"),
+        "rate": (Callable, "a function of the step, as lambda step: 0.1"),
+        "grad_clip": (SupportsFloat, "a number"),
     }
-    arguments = {"engine": engine, "optimizer": optimizer, "batches": batches, "rate": rate, "grad_clip": grad_clip}
-    for name, (fits, expected) in expectations.items():
-        if not fits and arguments[name] is not None:  # None in a trainer for evaluations only
-            description = described(arguments[name])
-            raise UsageError(f"Trainer(engine, optimizer, batches, rate): {name} is {description}; give {expected}")
+    for name, (kind, expected) in expectations.items():
+        if arguments[name] is not None:  # None in a trainer for evaluations only
+            check_argument(f"Trainer(engine, optimizer, batches, rate): {name}", arguments[name], kind, expected)
 
 
 def _is_newer(kind: type, method: str, than: str) -> bool:

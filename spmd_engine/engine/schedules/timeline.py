@@ -52,17 +52,13 @@ def timeline(
     costs = {Backward: costs[BackwardInput] + costs[BackwardWeight], **costs}
     costs = {kind: cost / schedule.chunks for kind, cost in costs.items()}
     programs = [schedule.program(stages, micro_batches, stage) for stage in range(stages)]
-    return _Execution(programs, _places(stages, stages * schedule.chunks), costs).run()
+    return _Execution(programs, [*range(stages)] * schedule.chunks, costs).run()
 
 
 def check_programs(programs: Sequence[Program], places: Sequence[int], names: Sequence[str]) -> None:
     """Raise UsageError, as ``timeline`` does, unless these programs can be executed together: one of each place, by
     ``names``; ``places`` are those of all chunks."""
     _Execution(programs, places, COSTS, names).run()
-
-
-def _places(stages: int, chunks: int) -> list[int]:
-    return [chunk % stages for chunk in range(chunks)]
 
 
 class _Execution:
