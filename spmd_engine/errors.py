@@ -64,8 +64,8 @@ def one_of(given: object, names: Iterable[str]) -> str:
     similar = similar_to(given, valid)
     listed = list(dict.fromkeys([*similar, *valid]))
     more = f" and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
-    text = f"here are: {', '.join(listed[:LISTED]) or 'none'}{more}"
-    return f"did you mean {similar[0]!r}? T{text}" if similar else f"t{text}"
+    text = f"{', '.join(listed[:LISTED]) or 'none'}{more}"
+    return f"did you mean {similar[0]!r}? There are: {text}" if similar else f"there are: {text}"
 
 
 LONGEST = 4000  #: characters of a message

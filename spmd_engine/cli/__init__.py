@@ -142,12 +142,10 @@ def _run(arguments: list[str]) -> None:
             raise
         if leave.exit_code:  # --help ends with 0
             sys.exit(leave.exit_code)
-    except click.NoSuchOption as error:
-        fail(f"spmd_engine: {_no_such_option(error)}")
-        sys.exit(2)
     except click.ClickException as error:  # raised before ranks communicate, equally on every rank
         if launcher_rank() == 0:
-            message = error.format_message()  # the help, if a group has no command
+            is_unknown = isinstance(error, click.NoSuchOption)
+            message = _no_such_option(error) if is_unknown else error.format_message()  # help, for a group alone
             click.echo(message if message.startswith("Usage:") else f"spmd_engine: {message}", err=True)
         let_rank_zero_speak()
         sys.exit(2)
@@ -171,12 +169,12 @@ def _run(arguments: list[str]) -> None:
 
 
 def _no_such_option(error: click.NoSuchOption) -> str:
-    command = error.ctx.command_path if error.ctx else ""
-    flags = [flag for param in error.ctx.command.get_params(error.ctx) for flag in param.opts] if error.ctx else []
+    assert error.ctx is not None  # click's parser passes its context
+    flags = [flag for param in error.ctx.command.get_params(error.ctx) for flag in param.opts]
     near = similar_to(error.option_name, (flag for flag in flags if flag.startswith("--")))
     every = "--help-all" if "--help-all" in flags else "--help"
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"there is no option {error.option_name}; {hint}'{command} {every}' lists all options"
+    return f"there is no option {error.option_name}; {hint}'{error.ctx.command_path} {every}' lists all options"
 
 
 def _end_without_reader() -> NoReturn:

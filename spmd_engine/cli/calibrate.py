@@ -13,8 +13,8 @@ from threadpoolctl import threadpool_limits
 
 from spmd_engine import units
 from spmd_engine.cli.bench.measuring import start_ranks
-from spmd_engine.cli.options import FILE, Quantity, print_notices
-from spmd_engine.cli.values import Choice
+from spmd_engine.cli.options import Quantity, print_notices
+from spmd_engine.cli.values import FILE, Choice
 from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import solo, world

@@ -193,14 +193,14 @@ def convert(model: str, target: str, kind: str | None, dtype: str) -> None:
     with Mesh() as mesh, reading(f"{target} cannot be written"):
         pretrained = on_all_ranks(mesh.group(), lambda: Pretrained(model))
         on_rank_zero(mesh.group(), pretrained.check_files)
-        write = export_gguf if kind == "gguf" else export_huggingface
         group = mesh.group() if mesh.size > 1 else None
-        write(pretrained, pretrained.shape, target, group, dtype=dtype, beside=pretrained.path)
+        _WRITERS[kind](pretrained, pretrained.shape, target, group, dtype=dtype, beside=pretrained.path)
     if launcher_rank() == 0:
         click.echo(target)
 
 
 _ENDINGS = {"safetensors": [".safetensors"], "gguf": [".gguf"]}  #: of files, by format
+_WRITERS = {"gguf": export_gguf, "huggingface": export_huggingface}  #: for other programs, by format
 
 
 def _export_for_others(
@@ -215,8 +215,7 @@ def _export_for_others(
         export_adapters(opened, shape, model.lora, target, group, dtype=dtype, base=model.path)
         return
     arrays = opened if model.lora is None else merged(opened, shape, model.lora)
-    write = export_gguf if kind == "gguf" else export_huggingface
-    write(arrays, shape, target, group, dtype=dtype, beside=model.path)
+    _WRITERS[kind](arrays, shape, target, group, dtype=dtype, beside=model.path)
 
 
 def _open(path: str) -> tuple[Checkpoint, Manifest]:

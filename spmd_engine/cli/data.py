@@ -17,7 +17,7 @@ from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending
-from spmd_engine.formats.text_documents import CHUNK, Columns, documents, find_files, format_name, parse_columns
+from spmd_engine.formats.text_documents import ALL, CHUNK, Columns, documents, find_files, format_name, parse_columns
 from spmd_engine.formats.token_file import TokenFile, is_token_file, open_token_file
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.runtime.launchers import launcher_rank
@@ -117,7 +117,6 @@ def _by_file(summary: Sequence[FileSummary]) -> list[str]:
 
 _WIDTH = 100  #: characters of a line of tokens
 _MOST_TOKENS = 400  #: of a document that is printed
-_ALL = 1 << 62  #: more bytes than files have
 
 
 @data.command()
@@ -159,7 +158,7 @@ def _in_texts(path: str, model: str, count: int, columns: Columns | None) -> Ite
         ending = format_name(file[0])
         if seen[ending, "text"] >= count and ending == "text":
             continue
-        for number, document in enumerate(documents([file], 0, _ALL, CHUNK, columns), 1):
+        for number, document in enumerate(documents([file], 0, ALL, CHUNK, columns), 1):
             kind = document.left_out or document.kind
             if document.file is not None:
                 begin = next(document.chunks(), b"").decode(errors="ignore")

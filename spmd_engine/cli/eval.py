@@ -11,14 +11,12 @@ from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_optio
 from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, waits_outside
 from spmd_engine.errors import UsageError
-from spmd_engine.formats.text_documents import documents, find_files
+from spmd_engine.formats.text_documents import ALL, documents, find_files
 from spmd_engine.formats.token_file import is_token_file, open_token_file
 from spmd_engine.serving.scoring import Score, score
 from spmd_engine.tokens.encoding import encode_prompt
 from spmd_engine.training.data.prepare import encoded_document
 from spmd_engine.training.data.token_data import check_digests
-
-_ALL = 1 << 62  #: more bytes than files have
 
 
 @click.command(cls=LongCommand, name="eval", short_help="Score texts: log-probabilities, perplexity.")
@@ -65,7 +63,7 @@ def _read(served: TextModel, texts: tuple[str, ...], files: tuple[str, ...]) -> 
             named.append((file, held_out))
             continue
         before = len(named)
-        for document in documents(find_files([file]), 0, _ALL, _ALL):
+        for document in documents(find_files([file]), 0, ALL, ALL):
             if document.left_out:
                 continue
             if document.is_text:

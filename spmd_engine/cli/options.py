@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spmd_engine.arrays.backend import get_backend
-from spmd_engine.cli.values import Choice, WholeNumber
+from spmd_engine.cli.values import FILE, Choice, WholeNumber
 from spmd_engine.comm.device_transport import choose_transport
 from spmd_engine.comm.mesh import Mesh, mesh_beside
 from spmd_engine.configuration import ConfigField, Configuration, settings_of
@@ -56,9 +56,6 @@ class SettingOption(click.Option):
 def rare_option(*flags: str, **options: Any) -> Callable:
     """An option of a command alone that is not on the first page of its help."""
     return click.option(*flags, cls=SettingOption, **options)
-
-
-FILE = click.Path(dir_okay=False, path_type=Path)  #: of an option that names a file to write
 
 
 class LongCommand(click.Command):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from spmd_engine.cli.options import FILE
+from spmd_engine.cli.values import FILE
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.foreign import reading
 from spmd_engine.observability.run_page import page_of

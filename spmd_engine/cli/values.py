@@ -1,12 +1,15 @@
-"""Types of options, whose errors suggest what fits."""
+"""Types of options."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from spmd_engine.errors import one_of
+
+FILE = click.Path(dir_okay=False, path_type=Path)  #: of an option that names a file to write
 
 
 class Choice(click.Choice):
@@ -34,8 +37,10 @@ class WholeRange(click.IntRange):
 
 def _whole(value: Any) -> Any:
     """The whole number that a text such as ``1e3`` means; any other value unchanged."""
+    if not isinstance(value, str) or "e" not in value.lower():
+        return value
     try:
-        number = float(value) if isinstance(value, str) and "e" in value.lower() else 0.5
+        number = float(value)
     except ValueError:
         return value
     return int(number) if number.is_integer() and abs(number) < 1 << 53 else value

@@ -26,6 +26,7 @@ from spmd_engine.foreign import MOST_BYTES, bounded, parse_json, reading, reason
 logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 20  #: bytes of a large file to read at once
+ALL = 1 << 62  #: more bytes than files have
 _SAMPLE = 1 << 12  #: bytes at the beginning of a file that show what it is
 
 Message = Mapping[str, Any]
@@ -187,7 +188,7 @@ def _rows_in(
 ) -> Iterator[tuple[str, str, Any]]:
     with _opened(name) as file:
         if rows is _json_lines:
-            found = _json_lines(file, name, columns, span or (0, 1 << 62), parse)
+            found = _json_lines(file, name, columns, span or (0, ALL), parse)
         else:
             found = rows(file, name, columns)
         for where, content in found:
@@ -370,7 +371,7 @@ def _no_utf8(name: str, error: UnicodeDecodeError) -> UsageError:
 # --- Rows
 
 
-def _lines(file: BinaryIO, name: str, end: int = 1 << 62, at: int = 0, mark: int = 0) -> Iterator[tuple[int, bytes]]:
+def _lines(file: BinaryIO, name: str, end: int = ALL, at: int = 0, mark: int = 0) -> Iterator[tuple[int, bytes]]:
     """The first byte and the content of each line that is not blank and begins before ``end``. The bytes of a ``mark``,
     which have been read, belong to the first line."""
     while at < end and (line := file.readline(MOST_BYTES + 1)):
@@ -382,7 +383,7 @@ def _lines(file: BinaryIO, name: str, end: int = 1 << 62, at: int = 0, mark: int
 
 
 def _json_lines(
-    file: Any, name: str, columns: Columns | None, span: tuple[int, int] = (0, 1 << 62), parse: bool = True
+    file: Any, name: str, columns: Columns | None, span: tuple[int, int] = (0, ALL), parse: bool = True
 ) -> Rows:
     """An object a line, of the lines that begin in the span."""
     at, mark = 0, file.tell() if file.seekable() else 0

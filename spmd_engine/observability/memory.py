@@ -83,7 +83,7 @@ def draw_storage(job: TrainConfig, model: Model, composition: ParallelConfig) ->
         where = f"memory of the {row.alias}" if row.alias else row.place if row.lasts else f"{row.place}, while used"
         kind = f"{row.kind} ({states} kinds)" if row.kind == STATE else row.kind
         numbers = (f"{held[0]:,}", f"{max(held):,}") if any(held) else ("", "")
-        rows.append((kind, part, str(dtype if row.dtype == dtype else row.dtype), where, *numbers))
+        rows.append((kind, part, str(row.dtype), where, *numbers))
     stage, count = composition.storage.stage(axes), f"{model.parameter_count:,}"
     title = f"{job.model.name}, {count} parameters in {dtype}, {job.training.optimizer}, mesh {first}, zero {stage}"
     notes = [

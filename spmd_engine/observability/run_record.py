@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from operator import itemgetter
@@ -53,7 +53,7 @@ class RunRecord:
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
         """Read a folder; lines that are damaged are left out. Raises UsageError for a folder that is no run's."""
-        return RunReader(folder).read()
+        return replace(RunReader(folder).read(), picture=_picture(folder / DataPicture.NAME))
 
     def last(self, event: str) -> Mapping[str, Any]:
         """The last event of this kind; empty if there is none."""
@@ -65,7 +65,7 @@ class RunRecord:
 
     @property
     def seconds(self) -> float:
-        """The time of all starts, each up to its last event."""
+        """Seconds of all starts together, each counted up to its last event."""
         times = [(each.get("event"), _seconds_of(each.get("time"))) for each in self.events]
         known = [(event, now) for event, now in times if now]
         return sum(now - before for (_, before), (event, now) in pairwise(known) if event not in ("opened", "started"))
@@ -164,7 +164,6 @@ class RunReader:
         self._columns: dict[str, list[float]] = {name: [] for name in SERIES}
         self._parts: dict[int, tuple[int, np.ndarray]] = {}  # by number of ranks: of how many steps, and their sum
         self._predicted: Mapping[str, Any] = {}
-        self._picture = b""
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=RECENT)
 
     def read(self) -> RunRecord:
@@ -184,7 +183,6 @@ class RunReader:
         if self._log.open():
             self._events.clear()
         self._events += self._log
-        self._picture = self._picture or _picture(folder / DataPicture.NAME)
         steps, parts = max(self._parts.values(), key=itemgetter(0), default=(1, np.empty((0, 4))))
         return RunRecord(
             folder.name,
@@ -199,7 +197,6 @@ class RunReader:
             _checkpoint_facts(folder),
             lock_owner(folder),
             os.access(folder / LOCK, os.F_OK) and not os.access(folder / LOCK, os.R_OK),
-            self._picture,
         )
 
     def _add_step(self, line: Mapping[str, Any]) -> None:

@@ -156,14 +156,18 @@ class PlanResult:
         else:
             text = f"{constraints} cannot be kept"
         if self.nearest_evaluation is not None:
-            of_mesh = "mesh" in self.request.fixed
-            closest = f"the closest plan ({conflict.nearest.candidate})" if conflict.nearest and not of_mesh else "it"
+            closest = f"the closest plan ({self.closest.candidate})" if self.closest else "it"
             text += f"; {closest} needs {self._needed(self.nearest_evaluation)}"
         if conflict.relaxations:
             text += f". It would fit with {next(iter(conflict.relaxations.values()))[0]}"
         if conflict.helps:
             text += f". Its memory would suffice with {conflict.helps}"
         return text
+
+    @property
+    def closest(self) -> Estimate | None:
+        """The plan closest to the limits, if nothing fits; None if the mesh was given."""
+        return self.conflict.nearest if self.conflict and "mesh" not in self.request.fixed else None
 
     def _needed(self, nearest: PlanEvaluation) -> str:
         """What the closest plan needs of the limits that it breaks, or of memory if that is one of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any
 from zlib import crc32
@@ -120,15 +121,20 @@ class NextTokens(ShardedEngine):
         if engine is None:
             return {}
         self.mesh, self._is_checked = engine.mesh, True  # by the ranks that have begun
+        vars(self).pop("_vocabulary", None)  # that of the old mesh
         self._rows = sorted(self._texts)[engine.batch_span(len(self._texts))]
         self._cache, parts = unpack_cache(engine, self._rows, facts, whole)
         return parts
 
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return vocabulary_of(self.engine)
+
     def _choose(self, scores: np.ndarray, x: np.ndarray) -> np.ndarray:
         texts = [self._texts[sequence] for sequence in x[:, SEQUENCE].tolist()]
         keys = [key_of(int(line[KEY]), len(text)) for line, text in zip(x, texts, strict=True)]
-        vocabulary = vocabulary_of(self.engine)
-        chosen = choose(scores, self.options, seen=texts, keys=keys, vocabulary=vocabulary, log_probs=self.log_probs)
+        options = {"seen": texts, "keys": keys, "vocabulary": self._vocabulary, "log_probs": self.log_probs}
+        chosen = choose(scores, self.options, **options)
         likely = np.where(np.isnan(chosen.log_probs), -np.inf, chosen.log_probs)
         tokens = np.where(np.isnan(chosen.margins), np.inf, chosen.tokens)
         return np.stack((tokens, likely, np.nan_to_num(chosen.margins, nan=0, posinf=np.inf)), axis=1)

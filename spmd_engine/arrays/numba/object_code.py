@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def kept(name: str, make: Callable[[], bytes]) -> bytes:
     if folder is None:
         return make()
     key = _key()
-    path = folder / f"spmd_engine.{name}.{key.hex()[:16]}"
+    path = _path(folder, name, key)
     code = _read(path, key)
     if code is None:
         with _locked(folder / f"{path.name}.lock"):
@@ -115,6 +116,10 @@ def kept(name: str, make: Callable[[], bytes]) -> bytes:
     return code
 
 
+def _path(folder: Path, name: str, key: bytes) -> Path:
+    return folder / f"spmd_engine.{name}.{key.hex()[:16]}"
+
+
 class Parts:
     """The programs of the loops of a module, each kept as it is made, until all are: a process that is stopped leaves
     them to the next one. Says on standard error how far it is, and in the lock, for the processes that wait."""
@@ -122,13 +127,18 @@ class Parts:
     def __init__(self, module: str) -> None:
         self._module, self._kept, self._done = module, list[Path](), 0
 
+    @cached_property
+    def _place(self) -> tuple[Path | None, bytes]:
+        return cache_folder(), _key()
+
     def keep(self, name: str, of: int, make: Callable[[], bytes]) -> bytes:
         """The program that ``make`` makes, one ``of`` so many."""
-        folder, key = cache_folder(), _key()
-        path = folder / f"spmd_engine.{self._module}.{name}.{key.hex()[:16]}" if folder else None
+        folder, key = self._place
+        path = _path(folder, f"{self._module}.{name}", key) if folder else None
         program = _read(path, key) if path else None
         if not self._done:
-            self._say(f"compiles {of} loops for this processor, once: later starts find them in {folder}\n")
+            once = f", once: later starts find them in {folder}" if folder else ""
+            self._say(f"compiles {of} loops for this processor{once}\n")
         if program is None:
             program = make()
             if path:
@@ -138,7 +148,7 @@ class Parts:
         if terminal():
             self._say(f"has compiled {self._done} of {of} loops" + ("\r", "\n")[self._done == of])
         if folder:
-            _sign(folder / f"spmd_engine.{self._module}.{key.hex()[:16]}.lock", f", {self._done} of {of} loops")
+            _sign(Path(f"{_path(folder, self._module, key)}.lock"), f", {self._done} of {of} loops")
         return program
 
     @staticmethod

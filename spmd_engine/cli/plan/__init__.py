@@ -11,9 +11,9 @@ import click
 
 from spmd_engine.arrays.precision import FLOATS
 from spmd_engine.axes import count_ranks
-from spmd_engine.cli.options import FILE, LongCommand, Quantity, options_of, rare_option, values_given
+from spmd_engine.cli.options import LongCommand, Quantity, options_of, rare_option, values_given
 from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan, print_precisions
-from spmd_engine.cli.values import Choice, WholeNumber
+from spmd_engine.cli.values import FILE, Choice, WholeNumber
 from spmd_engine.engine.state.assignment import parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file

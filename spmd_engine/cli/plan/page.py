@@ -145,18 +145,17 @@ def _print_evaluation(console: Console, evaluation: PlanEvaluation, batch: int) 
 def _print_conflict(console: Console, result: PlanResult) -> None:
     conflict, request = result.conflict, result.request
     assert conflict is not None
-    of_mesh = "mesh" in request.fixed
     console.print("Nothing fits.\n" if conflict.decided else "Time ran out before anything that fits was found.\n")
     if result.nearest_evaluation is not None:
-        closest = conflict.nearest.candidate if conflict.nearest and not of_mesh else "the given composition"
+        closest = result.closest.candidate if result.closest else "the given composition"
         console.print(f"closest: {closest}")
         _print_evaluation(console, result.nearest_evaluation, request.batch_sizes[0])
         peak = result.nearest_evaluation.peak_step.peak
         for kind, name, size in peak.holds[:6]:
             console.print(f"    {readable_bytes(size):>12}  {kind}: {name}")
         console.print()
-    if conflict.nearest is not None and not of_mesh:
-        _print_matrix(console, "the closest plan and the constraints", [conflict.nearest], result)
+    if result.closest is not None:
+        _print_matrix(console, "the closest plan and the constraints", [result.closest], result)
     if conflict.relaxations:
         console.print("what would help, the smallest change first")
         for text, plan in conflict.relaxations.values():

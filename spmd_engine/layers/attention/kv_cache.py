@@ -101,8 +101,7 @@ class Cache:
     @classmethod
     def joined(cls, caches: Sequence[Cache]) -> Cache:
         """A new cache with the sequences of several caches, in this order."""
-        result = cls()
-        result._lengths = [length for cache in caches for length in cache.lengths]
+        result = cls([length for cache in caches for length in cache.lengths])
         for window in caches[0].by_window:
             result.by_window[window] = Columns.joined([cache.by_window[window] for cache in caches])
         return result

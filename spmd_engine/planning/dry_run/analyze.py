@@ -210,10 +210,10 @@ class DryRun:
     def step_outside(self, number: int, kinds: Mapping[str, Hashable]) -> tuple[RankStep, list[str]]:
         """As ``step``, of the rank with this number, which is not on the mesh."""
         recorder = Recorder(meter := Meter(self.choose, on_device=self.backend.on_device))
-        alone = replace(self.ranks, axes={"data": 1}, classes=np.array([number]), nodes=["helper"])
-        size = self.ranks.size + self.ranks.others
+        others, one = self.ranks.size + self.ranks.others - 1, np.array([number])
+        alone = replace(self.ranks, axes={"data": 1}, classes=one, nodes=["helper"], others=others)
         with metered(meter), ExitStack() as stack:
-            mesh = ShapedMesh(replace(alone, others=size - 1), {"data": 0}, recorder)
+            mesh = ShapedMesh(alone, {"data": 0}, recorder)
             composition = self.composition.changed(mesh=dict(self.ranks.axes))
             on_mesh = range(self.ranks.size)
             assigned = AssignedLayers(self.model, composition, on_mesh, mesh, self.dtype, self.backend)

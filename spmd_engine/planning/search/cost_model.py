@@ -172,7 +172,7 @@ class CostModel:
         return self.once(("listed", *self._key(candidate, candidate.samples), first), listed)
 
     def shards_layers(self, candidate: Candidate) -> bool:
-        """Whether the candidate shards layers; if not, ``costs`` needs no more dry runs than ``bounds``."""
+        """Whether the candidate shards layers; if not, ``costs`` needs no more dry runs than its ``first`` bounds."""
         return _shard_count(self._inner_axes(candidate)) > 1
 
     def _inner_axes(self, candidate: Candidate) -> dict[str, int]:
