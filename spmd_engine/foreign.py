@@ -22,7 +22,7 @@ DEPTH = 64  #: most levels of nested objects and lists
 DIGITS = 100  #: most digits of a whole number
 _LARGEST = 10**DIGITS
 LONGEST = 500  #: most characters of a reason
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  #: the JSON escape of a surrogate
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  #: the JSON escape of a surrogate
 #: a TOML key that is nested too deep
 _DOTTED = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{DEPTH}}}")
 
@@ -66,10 +66,14 @@ def refuse_pointer(path: str | Path, kind: type[SpmdError] = UsageError) -> None
     """Raise an error of this kind if the file is a pointer of Git LFS, instead of one about its content."""
     with open(path, "rb") as file:
         if file.read(len(POINTER)) == POINTER:
-            raise kind(
-                f"{path} is a pointer of Git LFS, not the file itself: run 'git lfs pull' in its folder, or fetch the "
-                "file by other means"
-            )
+            raise _pointer_error(path, kind)
+
+
+def _pointer_error(path: str | Path, kind: type[SpmdError]) -> SpmdError:
+    return kind(
+        f"{path} is a pointer of Git LFS, not the file itself: run 'git lfs pull' in its folder, or fetch the file by "
+        "other means"
+    )
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES, *, pipes: bool = False) -> bytes:
@@ -117,9 +121,9 @@ def json_at(
     with reading(f"{path} cannot be read as JSON", kind=kind):
         text = read_text(path, most, pipes=pipes)
         if text.startswith(POINTER.decode()):
-            refuse_pointer(path, kind)
+            raise _pointer_error(path, kind)
         content = parse_json(text, pairs)
-        if _SURROGATE.search(text):  # half of a surrogate pair is no character, but a file's name may have such a byte
+        if SURROGATE.search(text):  # half of a surrogate pair is no character, but a file's name may have such a byte
             json.dumps(content, ensure_ascii=False).encode(errors="surrogateescape")
         return content
 

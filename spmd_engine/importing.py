@@ -11,6 +11,19 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from spmd_engine.errors import UsageError
+
+
+def library(module: str, needs: str, extra: str) -> Any:
+    """A module of an optional library, imported when it is first used.
+
+    Raises UsageError, which begins with what ``needs`` it, if the ``extra`` of this package is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError:
+        raise UsageError(f"{needs}: pip install 'spmd_engine[{extra}]'") from None
+
 
 def imported_when_asked(package: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package (PEP 562), which imports a name or a module when it is first used.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from io import StringIO
@@ -19,6 +19,7 @@ import numpy as np
 
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import first_few, read_text, reading, refuse_pointer
+from spmd_engine.importing import library
 
 #: Formats that are read. Pillow chooses by content, whatever the name says: others of its decoders start programs.
 PICTURES = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
@@ -45,10 +46,7 @@ class ImageKind:
 
 def _open_picture(source: Any) -> Any:
     """An image of Pillow, which reads its pixels later. Raises UsageError without Pillow, and Pillow's errors."""
-    try:
-        pillow = import_module("PIL.Image")
-    except ImportError as error:
-        raise UsageError("images in files need Pillow: pip install 'spmd_engine[images]'") from error
+    pillow = library("PIL.Image", "images in files need Pillow", "images")
     try:
         return pillow.open(source, formats=PICTURES)
     except pillow.UnidentifiedImageError:
@@ -104,8 +102,7 @@ def read_picture(source: Any, where: str, kind: ImageKind) -> np.ndarray:
     with reading(f"{where} is damaged or cannot be read", hint), _open_picture(source) as image:
         if sorted(image.size) != sorted((kind.height, kind.width)):  # before its pixels are read
             _check_size(where, (image.height, image.width), kind)
-        if _dtype(image) != kind.dtype:
-            raise UsageError(f"{where}: its pixels are {_dtype(image)}, but those before {kind.dtype}; save all alike")
+        _check_dtype(where, _dtype(image), kind)
         pixels = _pixels(image, kind)
     _check_size(where, pixels.shape[:2], kind)
     return pixels
@@ -127,10 +124,14 @@ def common_kind(pictures: Iterable[tuple[Any, str]]) -> tuple[ImageKind, list[st
                 animated.append(where)
         kind = kind or ImageKind(*size, 3, dtype)
         _check_size(where, size, kind)
-        if dtype != kind.dtype:
-            raise UsageError(f"{where}: its pixels are {dtype}, but those before {kind.dtype}; save all alike")
+        _check_dtype(where, dtype, kind)
     assert kind is not None
     return ImageKind(kind.height, kind.width, 1 if is_grey else 3, kind.dtype), animated
+
+
+def _check_dtype(where: str, dtype: str, kind: ImageKind) -> None:
+    if dtype != kind.dtype:
+        raise UsageError(f"{where}: its pixels are {dtype}, but those before {kind.dtype}; save all alike")
 
 
 def _check_size(where: str, size: Sequence[int], kind: ImageKind) -> None:
@@ -180,7 +181,7 @@ class ImageFiles:
 
 
 TRAIN = ("train", "training")
-HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")  #: the first of these that there is is held out
+HELD_OUT = ("val", "valid", "validation", "dev", "test", "testing")  #: the first of these that is present is held out
 _OF_SYSTEMS = {"__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini"}
 _DEEPEST = 32  # levels of folders in a class
 
@@ -200,7 +201,7 @@ class ListedImages:
         self.skipped.setdefault(reason, {}).update(dict.fromkeys(map(str, sorted(names))))
 
     def skip_if_of_system(self, path: Path) -> bool:
-        """Count what operating systems leave in folders as skipped; whether it is that."""
+        """Whether a path is what operating systems leave in folders; if so, count it as skipped."""
         if is_of_system := _is_of_system(path):
             self.skip("left by an operating system", path)
         return is_of_system
@@ -208,7 +209,7 @@ class ListedImages:
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Images and their classes, by part, and what is to be texts of them."""
+    """Images and their classes, by part, the names of the classes, and notes on what is not read."""
 
     parts: Sequence[tuple[ImageFiles, np.ndarray]]  #: with classes int64[n]; a second part is held out
     names: Sequence[str]  #: of the classes
@@ -312,17 +313,22 @@ def _labelled(listed: ListedImages, names: Sequence[str], unread: Sequence[str])
         labels = np.array([numbers[name] for _, name in images], np.int64)
         paths = tuple(str(path.resolve()) for path, _ in images)
         parts.append((ImageFiles(paths, (len(paths), kind.height, kind.width, kind.channels), kind.dtype), labels))
-    texts = [f"{len(files):,} left out: {reason} ({first_few([*files])})" for reason, files in listed.skipped.items()]
+    skipped = {reason: [*files] for reason, files in listed.skipped.items()}
+    return LabelledImages(parts, names, notes_on([*dict.fromkeys(unread)], skipped, animated))
+
+
+def notes_on(unread: Sequence[str], left_out: Mapping[str, Sequence[str]], animated: Sequence[str]) -> list[str]:
+    """What of a data set is not read: columns, files by the reason, and frames."""
+    notes = [f"columns that are not read: {first_few(unread)}"] if unread else []
+    notes += [f"{len(files):,} left out: {reason} ({first_few(files)})" for reason, files in left_out.items()]
     if animated:
-        texts.append(f"{len(animated):,} with several frames, of which the first is read ({first_few(animated)})")
-    if unread:
-        texts.insert(0, f"columns that are not read: {first_few([*dict.fromkeys(unread)])}")
-    return LabelledImages(parts, names, texts)
+        notes.append(f"{len(animated):,} with several frames, of which the first is read ({first_few(animated)})")
+    return notes
 
 
 # --- A table of paths and classes
 
-#: Names of columns, of which the first that there is is read.
+#: Names of columns; the first that is present is read.
 _PATHS = ("path", "file", "file_name", "filename", "filepath", "file_path", "image", "image_path", "img", "img_path")
 _CLASSES = ("label", "class", "category", "target", "y", "labels", "class_name", "label_name", "class_id")
 _SPLITS = ("split", "subset", "part", "set")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import numpy as np
 
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import first_few, reading
-from spmd_engine.formats.image_files import HELD_OUT, TRAIN, common_kind, read_picture
+from spmd_engine.formats.image_files import HELD_OUT, TRAIN, common_kind, notes_on, read_picture
+from spmd_engine.importing import library
 
 MAGIC = b"PAR1"
 _IMAGES, _CLASSES = ("image", "img", "picture", "pixels"), ("label", "labels", "fine_label", "class", "target")
@@ -42,11 +42,7 @@ def is_of_images(file: Path) -> bool:
 
 
 def _open_parquet(file: Path) -> Any:
-    try:
-        parquet = import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise UsageError(f"{file}: parquet files need pyarrow: pip install 'spmd_engine[data]'") from error
-    return parquet.ParquetFile(file)
+    return library("pyarrow.parquet", f"{file}: parquet files need pyarrow", "data").ParquetFile(file)
 
 
 def _columns(opened: Any) -> list[str | None]:
@@ -80,11 +76,8 @@ def read_parquet_images(files: Sequence[Path]) -> ParquetImages:
             row[...] = read_picture(BytesIO(content), where, kind)
         parts.append((str(tables[0].file), x, y))
     first = every[0]
-    notes = [f"columns that are not read: {first_few(first.unread)}"] if first.unread else []
-    if unused := [file.name for part, some in by_part.items() if part not in used for file in some]:
-        notes.append(f"{len(unused):,} left out: files of a part that is not used ({first_few(unused)})")
-    if animated:
-        notes.append(f"{len(animated):,} with several frames, of which the first is read ({first_few(animated)})")
+    unused = [file.name for part, some in by_part.items() if part not in used for file in some]
+    notes = notes_on(first.unread, {"files of a part that is not used": unused} if unused else {}, animated)
     return ParquetImages(parts, first.names, notes, len(every))
 
 

@@ -58,10 +58,10 @@ def read_header(path: str | Path, largest: int = LARGEST_HEADER) -> tuple[dict[s
     path = Path(path)
     with reading(f"{path} cannot be read as a safetensors file: its header", "", CheckpointError):
         size = path.stat().st_size
-        refuse_pointer(path, CheckpointError)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(largest, size - 8):
+                refuse_pointer(path, CheckpointError)
                 raise CheckpointError(
                     f"{path}: a header of {length} bytes in a file of {size}: it is truncated or damaged"
                 )

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import MOST_BYTES, bounded, parse_json, reading, reason
+from spmd_engine.foreign import MOST_BYTES, SURROGATE, bounded, parse_json, reading, reason
+from spmd_engine.importing import library
 
 logger = logging.getLogger(__name__)
 
@@ -173,13 +174,14 @@ def _pieces(
     for name, size in files:
         rows, first, last = rows_of(name), begin - before, end - before
         before += size
+        if not size or last <= 0 or first >= size:
+            continue
         if rows is None:
-            if first <= 0 < last and size:
+            if first <= 0:
                 yield iter([(name, name, None)])
         elif rows is _json_lines and _is_plain(name):  # a line that begins before this span belongs to the one before
-            if last > 0 and first < size:
-                yield _rows_in(name, rows, columns, (first, last), parse)
-        elif first <= 0 < last and size:
+            yield _rows_in(name, rows, columns, (first, last), parse)
+        elif first <= 0:
             yield _rows_in(name, rows, columns, None, parse)
 
 
@@ -247,11 +249,7 @@ def _unzstd(file: BinaryIO) -> Any:
 
 
 def _pyarrow(what: str) -> Any:
-    try:
-        import pyarrow
-    except ImportError:
-        raise UsageError(f"{what} needs pyarrow: pip install 'spmd_engine[data]'") from None
-    return pyarrow
+    return library("pyarrow", f"{what} needs pyarrow", "data")
 
 
 _UNPACK: Mapping[str, Callable[[BinaryIO], Any]] = {".gz": _gunzip, ".zst": _unzstd}
@@ -401,7 +399,7 @@ def _parsed(line: bytes, where: str) -> Any:
         content = _bounded(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: this line cannot be read as JSON: {reason(error)}") from error
-    if "\\u" in text and _SURROGATE.search(text):  # perhaps a lone surrogate, which is no character
+    if "\\u" in text and SURROGATE.search(text):  # perhaps a lone surrogate, which is no character
         pairs = json.dumps(content, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
         content = json.loads(pairs.decode("utf-16-le", "replace"))
     return content
@@ -413,7 +411,6 @@ def _bounded(content: Any) -> Any:
     return content if is_flat else bounded(content)
 
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACES = re.compile(r"[ \t\r\n]*")
 _scan = json.JSONDecoder().raw_decode
 
@@ -452,7 +449,7 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
                 raise UsageError(f"{where}: it has more than {MOST_BYTES:,} bytes") from None
             continue
         value = _bounded(value)
-        if not in_array and not number and not columns and not _kind(value) and not file.peek(1) and not held[end:]:
+        if not in_array and not number and not columns and not _fits(value) and not file.peek(1) and not held[end:]:
             value = _as_text(value, held, name)
         number += 1
         closed = in_array and held[end] == "]"
@@ -468,7 +465,7 @@ def _as_text(value: Any, text: str, name: str) -> Any:
     """The text of a JSON file without documents; raises UsageError if they are in a list in it."""
     if isinstance(value, Mapping):
         for key, rows in value.items():
-            if isinstance(rows, list) and rows and (_kind(rows[0]) or (key in _LISTS and isinstance(rows[0], Mapping))):
+            if isinstance(rows, list) and rows and (_fits(rows[0]) or (key in _LISTS and isinstance(rows[0], Mapping))):
                 raise UsageError(f"{name}: its documents are the list {key!r}; write that list alone to a file")
     logger.warning("%s has no documents, and is read as plain text", name)
     return {"text": text}
@@ -584,7 +581,7 @@ def _prompt(content: Any, where: str) -> Document:
     """What precedes an answer in a row."""
     found = _fields(content, where, None)
     messages = found.get("messages") or found.get("prompt")
-    if isinstance(messages, list) and messages and all(isinstance(each, Mapping) for each in messages):
+    if _is_conversation(messages):
         tools = _listed(found.get("tools"), where) or None
         return Document(messages=[_message(each, where) for each in messages], tools=tools, where=where)
     text = next((found[name] for name in ("prompt", "instruction", "text") if isinstance(found.get(name), str)), None)
@@ -619,7 +616,7 @@ def _kinds(found: Mapping[str, Any]) -> list[str]:
     """What a row is, first what is taken; nothing if it has no content."""
     messages, prompt, completion = (found.get(name) for name in ("messages", "prompt", "completion"))
     kinds = []
-    if isinstance(messages, list) and messages and all(isinstance(each, Mapping) for each in messages):
+    if _is_conversation(messages):
         kinds.append("messages")
     both = isinstance(prompt, str) and isinstance(completion, str)
     if (both and (prompt or completion)) or (isinstance(prompt, list) and isinstance(completion, list) and completion):
@@ -631,7 +628,11 @@ def _kinds(found: Mapping[str, Any]) -> list[str]:
     return kinds
 
 
-def _kind(content: Any) -> bool:
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
+
+
+def _fits(content: Any) -> bool:
     """Whether a row has what a document has."""
     found = _fields(content, "", None)
     return bool(_kinds(found)) or "text" in found

@@ -17,7 +17,7 @@ from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.gguf import FREQUENCIES, config_of_gguf
 
 #: ``general.file_type`` by the dtype of most tensors.
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
+FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
 _WITH_FREQUENCIES = ("llama", "exaone", "exaone4")  # families whose divisors of frequencies llama.cpp reads
 
 

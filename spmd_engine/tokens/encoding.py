@@ -20,7 +20,7 @@ from spmd_engine.tokens.tokenizer import Tokenizer
 def around(
     tokenizer: Tokenizer, first: Sequence[int], last: Sequence[int] | None, *, by_template: bool = False
 ) -> tuple[list[int], list[int]]:
-    """The tokens to add before and after a text with these first and last tokens. It decides so for all texts.
+    """The tokens to add before and after a text with these first and last tokens: one rule for all texts.
 
     Before it: what the tokenizer adds to every text, unless the text begins with it; nothing if a chat template has
     written it. After it: what the tokenizer adds, or else the end token, unless the text ends with it; nothing

@@ -11,9 +11,9 @@ from spmd_engine.errors import UsageError
 from spmd_engine.foreign import reading
 from spmd_engine.tokens.hugging_face import ENDS, JsonTokenizer, tokenizers_library
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # values of tokenizer.ggml.token_type
 
-#: Special tokens of Phi-3 that do not take the spaces after them; the metadata does not say so, llama.cpp knows, too.
+#: Special tokens of Phi-3 that leave the spaces after them. Files do not say so; llama.cpp has the same list.
 _PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -27,7 +27,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
         kind = metadata.get("tokenizer.ggml.model")
         is_phi3 = re.search("phi[- ]?3", str(metadata.get("general.name")).lower()) is not None
         tokens = _field(metadata, "tokens", where)
-        types = list(metadata.get("tokenizer.ggml.token_type", [1] * len(tokens)))
+        types = list(metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens)))
         vocabulary = {token: number for number, token in enumerate(tokens)}
         if len(types) != len(tokens):
             raise UsageError(f"{where}: {len(tokens)} tokens, but {len(types)} types of them; download the file again")
@@ -74,7 +74,7 @@ def gguf_ends(metadata: Mapping[str, Any], where: str = "the GGUF file") -> tupl
     with such names. Raises UsageError for a number that is no token."""
     with reading(f"{where} describes no tokenizer", "; download the file again"):
         tokens = _field(metadata, "tokens", where)
-        types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+        types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
         listed = [_token(metadata, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
         typed = enumerate(zip(tokens, types, strict=False))
         named = [number for number, (token, kind) in typed if token in ENDS and kind == CONTROL]

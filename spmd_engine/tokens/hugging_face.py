@@ -14,6 +14,7 @@ import numpy as np
 
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
+from spmd_engine.importing import library
 from spmd_engine.tokens.long_text import encode_long
 from spmd_engine.tokens.tokenizer import BROKEN, Tokenizer
 
@@ -160,11 +161,7 @@ def _plain(text: str) -> str:
 
 def tokenizers_library() -> Any:
     """The ``tokenizers`` library, imported on first use. Raises UsageError if it is not installed."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise UsageError("a tokenizer.json needs the tokenizers library: pip install 'spmd_engine[hf]'") from None
-    return tokenizers
+    return library("tokenizers", "a tokenizer.json needs the tokenizers library", "hf")
 
 
 def read_tokenizer(path: str | Path) -> JsonTokenizer:

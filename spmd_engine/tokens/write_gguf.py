@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.tokens.gguf import CONTROL, SPLITS, USER_DEFINED, gguf_tokenizer
+from spmd_engine.tokens.gguf import BYTE, CONTROL, NORMAL, SPLITS, UNKNOWN, UNUSED, USER_DEFINED, gguf_tokenizer
 from spmd_engine.tokens.hugging_face import TOKENIZER, JsonTokenizer, tokenizers_library
 
-_NORMAL, _UNKNOWN, _UNUSED, _BYTE = 1, 2, 5, 6  # values of tokenizer.ggml.token_type
 #: Texts that splits and vocabularies treat differently; a written tokenizer must encode them as the given one does.
 PROBES = (
     "Hello  World, it's 12345 o'clock\n\n  x=1;\tDON'T\n",
@@ -32,10 +31,10 @@ def facts_of_tokenizer(tokenizer: JsonTokenizer, vocabulary: int) -> dict[str, A
         raise UsageError("it is neither a byte-level BPE nor a SentencePiece BPE with tokens for bytes")
     if tokenizer.vocabulary > vocabulary:
         raise UsageError(f"it has {tokenizer.vocabulary} tokens, but the model {vocabulary}")
-    by_number = {number: (token, _NORMAL) for token, number in model["vocab"].items()}
+    by_number = {number: (token, NORMAL) for token, number in model["vocab"].items()}
     for added in described.get("added_tokens", ()):
         by_number[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
-    rows = [by_number.get(number, (f"[PAD{number}]", _UNUSED)) for number in range(vocabulary)]
+    rows = [by_number.get(number, (f"[PAD{number}]", UNUSED)) for number in range(vocabulary)]
     tokens, types = [token for token, _ in rows], [kind for _, kind in rows]
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
     facts: dict[str, Any] = {"model": "gpt2" if is_byte_level else "llama", "tokens": tokens}
@@ -64,8 +63,8 @@ def facts_of_tokenizer(tokenizer: JsonTokenizer, vocabulary: int) -> dict[str, A
 def _kind(token: str, kind: int, model: Mapping[str, Any]) -> int:
     """The type of a token of SentencePiece."""
     if token == model.get("unk_token"):
-        return _UNKNOWN
-    return _BYTE if token.startswith("<0x") and len(token) == len("<0x0A>") else kind
+        return UNKNOWN
+    return BYTE if token.startswith("<0x") and len(token) == len("<0x0A>") else kind
 
 
 def _name_of_split(tokenizer: JsonTokenizer, model: Mapping[str, Any]) -> str:

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 LARGEST_FILE = 5_000_000_000  #: bytes of tensors in a file, as in transformers; a larger tensor has a file of its own
 NAMES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16"}
-GGUF_DTYPES = ("float32", "float16", "bfloat16")  #: dtypes of tensors in GGUF files
 #: Files that belong to a model beside its weights, and are copied unchanged.
 BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -95,14 +94,14 @@ def export_gguf(
     ``export_huggingface``. Raises UsageError, before anything is written, for a decoder that such files cannot
     represent: one that this package's reader would not read as the same.
     """
-    if dtype not in GGUF_DTYPES:
-        raise UsageError(f"--format gguf: dtype {dtype} is not written; {one_of(dtype, GGUF_DTYPES)}")
+    if dtype not in FILE_TYPES:
+        raise UsageError(f"--format gguf: dtype {dtype} is not written; {one_of(dtype, FILE_TYPES)}")
     tensors = tensors_of(decoder(shape), gguf_weight_map(shape, written=True), NAMES[dtype])
     for tensor in tensors:
         if len(tensor.shape) == 1 or "ffn_gate_inp" in tensor.name or tensor.name.startswith("position_embd"):
             tensor.dtype = "F32"
     facts, constants = gguf_facts(shape)
-    facts |= {"general.file_type": FILE_TYPES[NAMES[dtype]]}
+    facts |= {"general.file_type": FILE_TYPES[dtype]}
     for name, values in constants.items():
         tensors.append(TensorToWrite(name, "F32", (len(values),), {name: as_it_is((len(values),))}))
         array = np.array(values, np.float32)

@@ -15,6 +15,7 @@ from random import Random
 import numpy as np
 
 from spmd_engine.errors import UsageError
+from spmd_engine.importing import library
 from spmd_engine.planning.dry_run.model_shards import ModelShard
 from spmd_engine.planning.machine.machine import NodeCapabilities
 from spmd_engine.planning.search.improve import Budget, improved
@@ -97,13 +98,10 @@ def assigned(cost: np.ndarray) -> Places:
 
     Raises UsageError where SciPy is missing, or tasks are more than nodes.
     """
-    try:
-        from scipy.optimize import linear_sum_assignment
-    except ImportError:
-        raise UsageError("an assignment needs SciPy: pip install 'spmd_engine[planning]'") from None
+    optimize = library("scipy.optimize", "an assignment needs SciPy", "planning")
     if cost.shape[0] > cost.shape[1]:
         raise UsageError(f"{cost.shape[0]} tasks on {cost.shape[1]} nodes, one per node: there are too few nodes")
-    return tuple(int(node) for node in linear_sum_assignment(cost)[1])
+    return tuple(int(node) for node in optimize.linear_sum_assignment(cost)[1])
 
 
 def first_fit(tasks: Tasks, random: Random | None = None) -> Places | None:

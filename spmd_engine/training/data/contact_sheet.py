@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.errors import UsageError
 from spmd_engine.foreign import reading
 from spmd_engine.formats.array_files import npz_names
 from spmd_engine.formats.image_files import is_table, table_columns
 from spmd_engine.formats.parquet_images import MAGIC, is_of_images, parquet_files
+from spmd_engine.importing import library
 from spmd_engine.training.data.images import IDX_NAMES, NPZ_NAMES, ImageRows, Images, as_floats, find_images
 
 CLASSES = 20  #: the most classes with a row
@@ -42,7 +42,10 @@ def holds_images(path: str | Path) -> bool:
     content = content[: len(MAGIC)]
     if content == MAGIC:
         return is_of_images(path)
-    return content[:2] == b"PK" and any({*npz_names(path)}.issuperset(pairs[0]) for pairs in NPZ_NAMES)
+    if content[:2] != b"PK":
+        return False
+    names = {*npz_names(path)}
+    return any(names.issuperset(pairs[0]) for pairs in NPZ_NAMES)
 
 
 def sheet_of(images: Images) -> bytes:
@@ -58,10 +61,9 @@ def contact_sheet(
     Black is 0 and white is 1 of the floats that a model gets. Images with a longer side than ``side`` are scaled down,
     small ones to whole multiples. Raises UsageError without Pillow.
     """
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError as error:
-        raise UsageError("a contact sheet needs Pillow: pip install 'spmd_engine[images]'") from error
+    Image, ImageDraw, ImageFont = (
+        library(f"PIL.{name}", "a contact sheet needs Pillow", "images") for name in ("Image", "ImageDraw", "ImageFont")
+    )
     _, height, width, channels = x.shape
     scale = max(1, side // 2 // max(height, width)) if max(height, width) <= side else side / max(height, width)
     size = max(1, round(width * scale)), max(1, round(height * scale))

@@ -73,7 +73,7 @@ def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, dict[s
     digest, end, left_out = hashlib.sha256(), np.array([END_OF_FILE], np.uint16), Counter[str]()
     train: list[np.ndarray] = []
     validation: list[np.ndarray] = []
-    contents = list(_contents(files, path is not None, left_out))
+    contents = [(file, Path(file).read_bytes()) for file in files] if path is None else [*_contents(files, left_out)]
     for number, (file, content) in enumerate(contents):
         name = os.fsencode(file[len(root) :].lstrip(os.sep) or ".")
         digest.update(b"%s\0%d\0" % (name, len(content)))
@@ -95,14 +95,14 @@ def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, dict[s
     return [*train, *validation], train_size, facts
 
 
-def _contents(files: Sequence[str], may_be_rows: bool, left_out: Counter[str]) -> Iterator[tuple[str, bytes]]:
+def _contents(files: Sequence[str], left_out: Counter[str]) -> Iterator[tuple[str, bytes]]:
     """The file and the UTF-8 of each document; ``left_out`` gets the numbers of the other rows, by the reason."""
-    from spmd_engine.formats.text_documents import documents  # Python's own source needs no check
+    from spmd_engine.formats.text_documents import documents  # which Python's own source does not need
 
     for file in files:
         size = os.path.getsize(file)
-        if not size or not may_be_rows:
-            yield file, Path(file).read_bytes()
+        if not size:
+            yield file, b""
             continue
         for document in documents([(file, size)], 0, size, size):
             if not document.is_text:
