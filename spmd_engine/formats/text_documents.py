@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import MOST_BYTES, SURROGATE, bounded, parse_json, reading, reason
@@ -628,7 +628,7 @@ def _kinds(found: Mapping[str, Any]) -> list[str]:
     return kinds
 
 
-def _is_conversation(value: Any) -> bool:
+def _is_conversation(value: Any) -> TypeGuard[list[Message]]:
     return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
 
 
