@@ -96,6 +96,7 @@ class Connections:
         elif node_table is not None:
             self.lanes = Lanes(comm, even_nodes(comm.hosts) or ())
             node_table.ranks = self.lanes.local.members
+        self.ordered = self.table is None  #: whether calls may need the call order: on one node, only those by NCCL
         self.library: Comm | None = None  #: the MPI library's communicator of these ranks, if on several nodes
         self.lane_library: Comm | None = None  #: the same for this rank's lane
         self.device_aware = comm.is_device_aware  #: whether messages are arrays on devices
@@ -131,7 +132,7 @@ class Connections:
                 self.nccl.close()
             self.nccl = None
             if backend is not None and self.comm.size > 1:
-                self.nccl = NcclRanks(self.comm, self.call_order, backend)
+                self.nccl, self.ordered = NcclRanks(self.comm, self.call_order, backend), True
 
     def pass_on(self, subset: Communicator) -> None:
         """Let the ranks of a ``subset`` send device arrays as these do."""
