@@ -97,7 +97,7 @@ SHORTAGES = {
     package=__name__,
     modules={name: name for names in COMMANDS.values() for name in names} | {"join": "migrate"},
     headings=COMMANDS,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.version_option(__version__, prog_name="spmd_engine")
 def cli() -> None:

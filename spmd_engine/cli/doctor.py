@@ -29,7 +29,6 @@ COLOURS = {GOOD: "green", WARNING: "yellow", ERROR: "red"}
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs"),
-    show_default=True,
     help="Where runs will be written.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings and facts as one JSON object.")

@@ -46,7 +46,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
 @click.command(cls=LongCommand, short_help="Compare a sharded engine with one device.")
 @click.argument("engine", metavar="[MODULE:NAME|FILE.py:NAME]", required=False)
-@click.option("--steps", type=WholeRange(min=1), default=3, show_default=True, help="Optimizer steps.")
+@click.option("--steps", type=WholeRange(min=1), default=3, help="Optimizer steps.")
 @click.option(
     "--tolerance",
     type=click.FloatRange(0, min_open=True),

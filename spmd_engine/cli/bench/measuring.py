@@ -28,7 +28,7 @@ Option = Callable[[Callable], Callable]
 
 def count_option(name: str, default: int, least: int = 1) -> Option:
     """An option that is a whole number, such as ``--ranks``, ``--steps`` in each round, or ``--rounds``."""
-    return click.option(f"--{name}", type=WholeRange(min=least), default=default, show_default=True)
+    return click.option(f"--{name}", type=WholeRange(min=least), default=default)
 
 
 def output_option() -> Option:
