@@ -258,7 +258,7 @@ def _peak_unsharded_bytes(
         model, axes, composition, batch_size=batch_size, micro_batches=micro_batches, dtype=dtype, cache=cache
     )
     ranks = [0] * analysis.ranks
-    for rank_class in analysis:
+    for rank_class in analysis.classes:
         most = max(sum(moment.bytes_by_kind.get(kind, 0) for kind in _UNSHARDED) for moment in rank_class.step.timeline)
         for rank in rank_class.ranks:
             ranks[rank] = most

@@ -150,7 +150,7 @@ def slot_table_bytes(analysis: StepAnalysis, nodes: Sequence[str]) -> list[int]:
     for position, node in zip(coordinates, nodes, strict=False):  # helper ranks come last
         on_node[node].append(position)
     sizes = [0] * analysis.ranks
-    for rank_class in analysis:
+    for rank_class in analysis.classes:
         groups = _distinct_groups(analysis.axes, rank_class.step.groups, rank_class.step.coordinates)
         for rank in rank_class.ranks if rank_class.step.coordinates else ():  # a helper rank has no groups
             near = on_node[nodes[rank]]

@@ -222,9 +222,8 @@ class RankStep:
     shards: Sequence[ParameterShard] = ()
     before: Mapping[str, int] = field(default_factory=dict)  #: bytes by kind, held between steps
     saved: Mapping[str, int] = field(default_factory=dict)  #: bytes that a layer's forward keeps, output included
-    temporaries: Mapping[str, int] = field(
-        default_factory=dict
-    )  #: peak bytes above what is kept, by a computation's name
+    #: peak bytes above what is kept, by a computation's name
+    temporaries: Mapping[str, int] = field(default_factory=dict)
     groups: Sequence[GroupKey] = ()  #: the groups that the rank communicates in
     constants: int = 0  #: bytes of the index tables that convolution kernels keep
 
@@ -357,9 +356,6 @@ class StepAnalysis:
             for (operation, axes), (calls, sent) in self.totals().items()
         ]
         return plain | {"bytes_sent": self.bytes_sent, "peak_bytes": self.peak_bytes_by_rank(), "totals": totals}
-
-    def __iter__(self) -> Iterator[RankClass]:
-        return iter(self.classes)
 
 
 # --- The critical path: the longest chain of computations through all ranks, by FLOPs, that the end of a step waits for
