@@ -131,7 +131,6 @@ def _calls_by_chunk(step: RankStep) -> dict[int, list[Communication]]:
         chunks.append((computation.chunk or 0) if computation.layer else chunks[-1])
     for call in step.communications:
         if call.sent:
-            calls[
-                chunks[min(call.ends + 1, len(chunks) - 1) if call.operation == "all_gather" else call.begins]
-            ].append(call)
+            at = min(call.ends + 1, len(chunks) - 1) if call.operation == "all_gather" else call.begins
+            calls[chunks[at]].append(call)
     return calls

@@ -83,10 +83,8 @@ class NodeKind(Configuration):
     #: cores that the ranks of a node share; None: each rank has its own device
     cores: float | None = setting(None, least=0)
     kind: str = setting("cloud", choices=KINDS)
-    processors: int = setting(
-        0, least=0
-    )  #: processors of a device; each computes one tile of a product at a time; 0: any number
-
+    #: processors of a device; each computes one tile of a product at a time; 0: any number
+    processors: int = setting(0, least=0)
     #: seconds in which the host launches a kernel, and in which it waits for an idle device; 0: no device, or unknown
     launch_seconds: float = setting(0.0, least=0)
     sync_seconds: float = setting(0.0, least=0)
@@ -166,9 +164,8 @@ class Machine(Configuration):
     name: str
     nodes: tuple[NodeKind, ...]
     between: Link  #: the link between nodes
-    pairs: Mapping[tuple[int, int], Link] = field(
-        default_factory=dict
-    )  #: links of single pairs of ranks, in both directions
+    #: links of single pairs of ranks, in both directions
+    pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     topology: Topology = Topology()
     fitted: Fitted = Fitted()
     source: str = ""  #: the source of the numbers
