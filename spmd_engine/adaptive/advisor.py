@@ -15,7 +15,7 @@ from spmd_engine.engine.reshape import Shape
 from spmd_engine.models import Model
 from spmd_engine.training.adapt_config import AdaptConfig
 
-MOST_LINES = 100  #: of an observation; older steps tell less of the present
+MOST_LINES = 100  #: lines of an observation; older steps tell less of the present
 BELIEVED = 200  #: steps for which a rank without work is taken to be as slow as it was; only work shows its speed
 
 

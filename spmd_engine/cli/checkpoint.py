@@ -197,7 +197,7 @@ def convert(model: str, target: str, kind: str | None, dtype: str) -> None:
         click.echo(target)
 
 
-_ENDINGS = {"safetensors": [".safetensors"], "gguf": [".gguf"]}  #: of files, by format
+_ENDINGS = {"safetensors": [".safetensors"], "gguf": [".gguf"]}  #: endings of files, by format
 _WRITERS = {"gguf": export_gguf, "huggingface": export_huggingface}  #: for other programs, by format
 
 

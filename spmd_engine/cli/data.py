@@ -110,7 +110,7 @@ def _by_file(summary: Sequence[FileSummary]) -> list[str]:
 # --- Documents as the model sees them
 
 _WIDTH = 100  #: characters of a line of tokens
-_MOST_TOKENS = 400  #: of a document that is printed
+_MOST_TOKENS = 400  #: most tokens of a document that is printed
 
 
 @data.command()

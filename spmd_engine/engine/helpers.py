@@ -63,7 +63,7 @@ class Assigned(NamedTuple):
     """Layers that a helper rank computes."""
 
     layers: str  #: the name of a layer or a block, or a range of blocks: "block3-5"
-    rank: int  #: of the world
+    rank: int  #: in the world
 
     def numbers(self, model: Model) -> range:
         """The layers of the model. Raises UsageError if it does not have them, one after the other."""
@@ -137,7 +137,7 @@ class Part(NamedTuple):
 
     layers: range
     chunk: int
-    rank: int | None  #: of the helper rank; None: the owners
+    rank: int | None  #: the helper rank; None: the owners
 
     def with_next(self) -> Part:
         """This part with one more layer."""
@@ -309,7 +309,7 @@ def owners_of(stage: int, axes: Mapping[str, Any], ranks: Sequence[int]) -> list
 # --- Messages between owners and helper ranks
 
 
-_SCALARS = ("step", "seed", "training", "length", "micro_batch", "share", "scale")  # of a ForwardContext
+_SCALARS = ("step", "seed", "training", "length", "micro_batch", "share", "scale")  # fields of a ForwardContext
 _KINDS = 8  # channels of a message between two parts: at most so many arrays
 
 
@@ -580,9 +580,9 @@ class _Owners(_Messages):
         super().__init__(passes, group, backend)
         self.stage = -1  # which holds no chunk
         self._owners, self._weights, self._taken = owners, weights, extras
-        self.contexts: list[ForwardContext] = []  #: of the present pass
+        self.contexts: list[ForwardContext] = []  #: those of the present pass
         self.arrays: list[Sequence[str]] = []  #: the names of those that are sent with an input, by micro-batch
-        #: of each owner's rows, by micro-batch and stage; of the present pass
+        #: those of each owner's rows, by micro-batch and stage, in the present pass
         self.rows: dict[tuple[int, int], list[slice]] = {}
         self._sends: list[Any] = []
 

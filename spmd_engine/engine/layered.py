@@ -176,7 +176,7 @@ class LayeredEngine(StoredEngine):
         packed = [one.pack(self) if self.is_placed else (None, {}) for one in states]
         try:
             self.model = model
-            self.gradients, self.input_gradient = {}, None  # of the last step, on the old mesh
+            self.gradients, self.input_gradient = {}, None  # those of the last step are on the old mesh
             if state is not None:
                 self._install(state)
             self.assigned = None

@@ -106,7 +106,7 @@ class ShapeRequest:
     FILE: ClassVar = "reshape.json"  #: in the folder of a run, which removes it when it answers
 
     composition: Mapping[str, Any]  #: options by name; the others stay, or become their defaults if they do not fit
-    ranks: Sequence[int] | None = None  #: of the world, on the new mesh; None: see ``Shape.changed``
+    ranks: Sequence[int] | None = None  #: ranks of the world on the new mesh; None: see ``Shape.changed``
     at: int = 0  #: the number of steps after which the change is due
     model: str | None = None  #: the model that the composition was made for; None: any
     id: str = ""  #: repeated in the answer

@@ -193,7 +193,7 @@ def _takes_whole_samples(loss: Callable) -> bool:
     """Whether a loss takes outputs and targets alone, besides its options, and no ``sh`` before them."""
     try:
         arguments = signature(loss).parameters.values()
-    except (TypeError, ValueError):  # of a function without a signature
+    except (TypeError, ValueError):  # a function without a signature
         return False
     positional = [a for a in arguments if a.kind in (Argument.POSITIONAL_ONLY, Argument.POSITIONAL_OR_KEYWORD)]
     return len([a for a in positional if a.default is a.empty and a.name not in ("count", "mask")]) == 2

@@ -55,7 +55,7 @@ EXTRAS = {
 }
 SHARED_MEMORY = Path("/dev/shm")
 FABRICS = Path("/sys/class/infiniband"), Path("/sys/class/cxi")  #: devices of networks that move data without TCP
-WIDTH, PRODUCTS = 384, 24  #: of the matrix products that compare the speeds of ranks
+WIDTH, PRODUCTS = 384, 24  #: width and number of the matrix products that compare the speeds of ranks
 DTYPES = ("float16", "float32", "float64", "uint8", "int64")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SIZES = (1, 1 << 12)  #: elements of a rank's part of the arrays in collectives

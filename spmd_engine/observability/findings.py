@@ -25,7 +25,7 @@ LEAST_FILES = 256
 LOCKED = 1 << 30  #: bytes of locked memory, which drivers of fabrics need
 UNLIMITED = 1 << 64  #: resource.RLIM_INFINITY is -1
 LEAST_DISK = 1 << 30  #: bytes that are free for runs
-LISTED = 6  #: of the slowest
+LISTED = 6  #: how many of the slowest are listed
 LARGEST_SHIFT = 2.0  #: seconds between the clocks of two nodes
 
 

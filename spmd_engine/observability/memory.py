@@ -141,7 +141,7 @@ def _numbers(bars: Sequence[tuple[str, Held]]) -> list[Cell]:
 
 #: Kinds of memory of unsharded groups in the analysis of a step.
 _UNSHARDED = ("gathered groups", "whole gradients")
-_Parts = tuple[tuple[str, ...], list[int]]  # of a group: the axes that shard its storage, and the size of each part
+_Parts = tuple[tuple[str, ...], list[int]]  # the axes that shard a group's storage, and the size of each part
 
 
 def bytes_per_rank(
@@ -180,10 +180,10 @@ def bytes_per_rank(
 class Elements(NamedTuple):
     """Numbers of elements on a rank."""
 
-    whole: int  #: of all parameters of its blocks
-    owned: int  #: of those that it updates, under ZeRO
-    frozen: int  #: of frozen weights
-    buffers: int  #: of other buffers
+    whole: int  #: all parameters of its blocks
+    owned: int  #: those that it updates, under ZeRO
+    frozen: int  #: frozen weights
+    buffers: int  #: other buffers
 
 
 def elements_per_rank(
@@ -215,11 +215,11 @@ def elements_per_rank(
 class _Share:
     """Elements on the ranks of a stage that hold the same blocks."""
 
-    whole: int  #: of all parameters
-    owned: list[_Parts]  #: of each group of parameters
-    frozen: list[_Parts]  #: of each group of sharded frozen weights
-    frozen_whole: int  #: of frozen weights that are in no group
-    buffers: int  #: of other buffers
+    whole: int  #: all parameters
+    owned: list[_Parts]  #: for each group of parameters
+    frozen: list[_Parts]  #: for each group of sharded frozen weights
+    frozen_whole: int  #: frozen weights that are in no group
+    buffers: int  #: other buffers
 
 
 def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: ParallelConfig) -> _Share:

@@ -341,7 +341,7 @@ def _printable(text: str) -> str:
 # --- Curves as text
 
 
-DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  #: of a Braille character, by row and column
+DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  #: Braille bits, by row and column
 
 
 def curves(run: RunRecord, width: int, height: int, encoding: str = "utf-8") -> Iterable[Text]:

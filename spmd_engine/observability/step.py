@@ -197,7 +197,7 @@ def _layers(step: RankStep) -> Table:
     heads = "layer", ">parameters, bytes", *gflop, ">bytes moved", ">saved", ">most", ">bytes sent"
     rows = []
     for numbers, (first, *more) in alike.items():
-        name = first or "the engine"  # of a user's own, which has no layers
+        name = first or "the engine"  # a user's own has no layers
         rows.append((f"{name} and {len(more)} alike" if more else name, *numbers))
     return text_table(heads, rows, edge=False)
 

@@ -310,7 +310,7 @@ class ZeroConfig:
     threshold: int = THRESHOLD  #: bytes at which a group is closed
     cap: int = CAP  #: bytes beyond which no neighbour joins a group
     compress: str = "none"  #: the compression of gradients: see ``compression``
-    shares: Shares = field(default_factory=dict)  #: of ranks along an axis in sharded state; else equal
+    shares: Shares = field(default_factory=dict)  #: shares of ranks along an axis in sharded state; else equal
     min_tensor_size: int = 0  #: bytes below which a parameter's state is not sharded
     places: Offload = Offload()  #: what lives elsewhere while it is not in use
     overlap: Overlap = 0  #: the layers that both stages at a boundary hold
@@ -386,7 +386,7 @@ class Assignment:
     uses: Mapping[int, Mapping[str, str]]  #: this rank's layer -> local name -> full name
     holders: Mapping[str, tuple[int, ...]]  #: stages that hold each parameter, of the whole model
     groups: Sequence[ParameterGroup]
-    homes: Mapping[str, Home] = field(default_factory=dict)  #: of parameters that not all ranks of a stage have
+    homes: Mapping[str, Home] = field(default_factory=dict)  #: those of parameters that not all ranks of a stage have
     #: Groups of sharded frozen buffers, and the names of these by layer, as in ``uses``.
     frozen: Sequence[ParameterGroup] = ()
     frozen_uses: Mapping[int, Mapping[str, str]] = field(default_factory=dict)

@@ -33,8 +33,8 @@ class ModelShard:
     node: str
     layers: tuple[str, ...]  #: empty for an engine that is no list of layers
     parameters: tuple[ParameterShard, ...]
-    bytes: int  #: of parameters, gradients and optimizer state, between steps
-    flops: int  #: of matrix products, in a step
+    bytes: int  #: size of parameters, gradients and optimizer state, between steps
+    flops: int  #: those of matrix products, in a step
     activations: int  #: bytes that the forward of a micro-batch keeps
     communication: tuple[CommunicationPoint, ...]
     depends_on: tuple[str, ...]  #: the shards whose outputs are its inputs
@@ -126,7 +126,7 @@ def _layers_by_chunk(step: RankStep) -> dict[int, tuple[str, ...]]:
 def _calls_by_chunk(step: RankStep) -> dict[int, list[Communication]]:
     """The calls that send something, by the chunk that waits for them, or that has computed what they send."""
     calls: dict[int, list[Communication]] = defaultdict(list)
-    chunks = [0]  # of each computation, or of the last one before that has layers
+    chunks = [0]  # the chunk of each computation, or of the last one before that has layers
     for computation in step.computations:
         chunks.append((computation.chunk or 0) if computation.layer else chunks[-1])
     for call in step.communications:

@@ -99,7 +99,7 @@ class Computation:
     bytes_written: int = 0
     loaded: int = 0  #: bytes that come back from where they were offloaded
     stored: int = 0  #: bytes that are offloaded
-    launches: int = 0  #: of a device; 0 on a host
+    launches: int = 0  #: kernels of a device; 0 on a host
     waits: int = 0  #: how often the host waits for the device
     copies: int = 0  #: arrays that are copied to the device
 

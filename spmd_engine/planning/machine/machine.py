@@ -123,7 +123,7 @@ class NodeCapabilities:
     """What all ranks of a node have together."""
 
     node: int  #: its number
-    name: str  #: of its kind
+    name: str  #: name of its kind
     kind: str  #: one of KINDS
     ranks: int
     compute: float  #: FLOP/s in the largest products, while all ranks compute

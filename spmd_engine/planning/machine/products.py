@@ -33,7 +33,7 @@ TURNS = 7
 _MOST = 1 << 16  # bytes of the file
 _TURN = 4e-3  # seconds of a turn
 _CALL = 1e-3  # seconds that a first call may take in addition
-_TOLERANCE = 2.0**-6  # of the check of a library's results, relative to the largest
+_TOLERANCE = 2.0**-6  # largest error of a library's results, relative to the largest result
 
 #: Operations a second, by dtype, size class and library.
 Rates = Mapping[str, Mapping[str, Mapping[str, float]]]

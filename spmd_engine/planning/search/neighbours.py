@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 OFFLOADS = ("optimizer", "activations", "optimizer,activations", "optimizer,parameters,activations")
 RECOMPUTED = ("none", "attention", "block")  #: the more, the less memory
 LEAST_GAIN = 0.002  #: share of a step that another order of ranks must save
-MOST_EVALUATIONS = 1_000  #: of the search for the best plan of each single strategy
+MOST_EVALUATIONS = 1_000  #: most evaluations of the search for the best plan of each single strategy
 
 
 def places_on(machine: Machine, zero: int = 0, choices: Sequence[str | None] = OFFLOADS) -> list[str | None]:

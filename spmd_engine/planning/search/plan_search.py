@@ -41,7 +41,7 @@ from spmd_engine.planning.search.search_space import Candidate, SearchSpace, bro
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, evaluate_step
 from spmd_engine.units import readable_bytes, readable_seconds
 
-EVALUATIONS = 450_000  #: of a request, as ``Budget`` counts them
+EVALUATIONS = 450_000  #: evaluations of a request, as ``Budget`` counts them
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
 ORDER_SHARE = 0.25  #: share of the evaluations for trying orders of unequal ranks
 FIRST_SHARE = 0.75  #: share of the budget for the search without offloading, if one with it may follow

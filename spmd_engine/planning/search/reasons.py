@@ -81,7 +81,7 @@ def _explain_gain(choice: str, chosen: Estimate, other: Estimate, limits: Limits
 
 
 MORE = (2, 4, 8)  #: factors by which ranks are increased, or the batch is reduced, if that constraint is given up
-MOST_EVALUATIONS = 4_000  #: of each search
+MOST_EVALUATIONS = 4_000  #: most evaluations of each search
 SIZES = ("ranks", "batch_size")  #: constraints that every request has
 
 
