@@ -124,8 +124,8 @@ class Advisor:
         it is the job's new home, and the policy begins anew; but not if only the layers of an overlap have changed."""
         overlap = self.shape.composition.overlap_layers
         present, proposed, home, after = (
-            replace(each, composition=each.composition.changed(overlap_layers=overlap))
-            for each in (self.shape, self.proposed or self.shape, self._home, shape)
+            replace(candidate, composition=candidate.composition.changed(overlap_layers=overlap))
+            for candidate in (self.shape, self.proposed or self.shape, self._home, shape)
         )
         if after != present:
             self._costs[kind_of_change(present, after)] = seconds

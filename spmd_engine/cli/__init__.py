@@ -195,7 +195,7 @@ def _where_own_code_ended(leave: BaseException) -> str:
     return ""
 
 
-_PACKAGE, _PYTHON, _CLICK = (os.path.dirname(str(each.__file__)) + os.sep for each in (spmd_engine, os, click))
+_PACKAGE, _PYTHON, _CLICK = (os.path.dirname(str(module.__file__)) + os.sep for module in (spmd_engine, os, click))
 
 
 def _program_name() -> str:

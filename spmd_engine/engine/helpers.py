@@ -76,7 +76,7 @@ class Assigned(NamedTuple):
         of_names = [
             [n for n, (name, _) in enumerate(model.layers) if part in (name, name.split("/")[0])] for part in names
         ]
-        numbers = [number for found in of_names for number in found]
+        numbers = [number for of_name in of_names for number in of_name]
         if not all(of_names) or not numbers or numbers != list(range(numbers[0], numbers[-1] + 1)):
             known = dict.fromkeys(name.split("/")[0] for name, _ in model.layers)
             raise UsageError(
@@ -112,7 +112,7 @@ def _layers_of_helper_ranks(case: Case) -> None:
     for term in options.assigned:
         option, numbers = f"--assign {term.layers}:rank{term.rank}", term.numbers(model)
         owners = [axes_of_stage(axes, stage) for stage in stages_of(term, model, axes, options)]
-        splits = [axis for each in owners for axis, size in each.items() if size > 1 and axis not in (*BATCH, PIPE)]
+        splits = [axis for sizes in owners for axis, size in sizes.items() if size > 1 and axis not in (*BATCH, PIPE)]
         if any("e" in model.layers[number][1].sizes for number in numbers):
             over = ("expert",) if options.expert_axes is None else options.expert_axes
             splits += [axis for axis in over if axes.get(axis, 1) > 1]
@@ -217,7 +217,7 @@ class PartedPasses:
             order = [kind(0, part) for part in reversed(parts) if part >= self.first]
             order += [schedules.MoveGradients(0, part) for part in reversed(self.helped_on(place))]
         else:
-            order = [each(0, part) for part in reversed(parts) for each in (kind, schedules.MoveGradients)]
+            order = [make(0, part) for part in reversed(parts) for make in (kind, schedules.MoveGradients)]
         return self._with_transfers(order, len(order))
 
     def _with_transfers(self, order: list[schedules.Compute], unfinished: int) -> schedules.Program:
@@ -242,7 +242,7 @@ class PartedPasses:
         """What each place computes. In rounds every stage computes what is next, if it has what it needs, and every
         helper rank what it has had longest."""
         own = [self.schedule.order(self.stages, micro_batches, stage) for stage in range(self.stages)]
-        waiting = [deque(part for each in order for part in self._on_parts(each)) for order in own]
+        waiting = [deque(part for work in order for part in self._on_parts(work)) for order in own]
         waiting += [deque() for _ in self.helpers]
         orders: list[list[schedules.Compute]] = [[] for _ in waiting]
         done: set[tuple[bool, int, int]] = set()  # whether it is a forward; micro-batch and part
@@ -256,16 +256,16 @@ class PartedPasses:
                 stuck = [f"stage {place} at {queue[0]}" for place, queue in enumerate(waiting) if queue]
                 raise UsageError(f"{self.schedule.name}: deadlock with helper ranks: {', '.join(stuck)}")
             computed = [(place, queue.popleft()) for place, queue in ready]
-            for place, each in computed:
-                orders[place].append(each)
-                if isinstance(each, (schedules.BackwardWeight, schedules.MoveGradients)):
+            for place, work in computed:
+                orders[place].append(work)
+                if isinstance(work, (schedules.BackwardWeight, schedules.MoveGradients)):
                     continue
-                is_forward = isinstance(each, schedules.Forward)
-                done.add((is_forward, each.m, each.chunk))
-                after = each.chunk + (1 if is_forward else -1)
+                is_forward = isinstance(work, schedules.Forward)
+                done.add((is_forward, work.m, work.chunk))
+                after = work.chunk + (1 if is_forward else -1)
                 if 0 <= after < len(self.parts) and self.parts[after].rank is not None:
                     kinds = (schedules.Forward,) if is_forward else (schedules.Backward, schedules.MoveGradients)
-                    waiting[self.places[after]] += [kind(each.m, after) for kind in kinds]
+                    waiting[self.places[after]] += [kind(work.m, after) for kind in kinds]
         return orders
 
     def _on_parts(self, compute: schedules.Compute) -> list[schedules.Compute]:

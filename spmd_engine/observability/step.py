@@ -67,7 +67,8 @@ def print_transfers(step: RankStep, console: Console) -> None:
         kinds[_name_of_transfer(transfer), transfer.axes].append(transfer)
     rows = []
     for (name, axes), transfers in kinds.items():
-        sent, hidden = sum(each.sent for each in transfers), sum(each.priority > 0 for each in transfers)
+        sent = sum(transfer.sent for transfer in transfers)
+        hidden = sum(transfer.priority > 0 for transfer in transfers)
         rows.append((name, axes, str(len(transfers)), f"{sent:,.0f}", str(hidden)))
     heads = "transfers", "over", ">number", ">bytes sent", ">hidden by a computation"
     console.print(text_table(heads, rows, edge=False), "")

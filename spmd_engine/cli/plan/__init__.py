@@ -124,7 +124,7 @@ def plan(what: str | None, **options: Any) -> None:
         _explain(requests[0], options["as_json"])
         return
     results = [fixed_plan(request) if "mesh" in request.fixed else find_plan(request) for request in requests]
-    result = min(results, key=lambda each: each.rank)
+    result = min(results, key=lambda planned: planned.rank)
     request = result.request
     if options["output"]:
         if result.conflict is not None:

@@ -128,6 +128,6 @@ class Reducer:
         for pending in [storage.start_reduce_rest() for storage in self._storages]:
             if pending:
                 pending.wait()
-        for pending in [each for storage in self._storages for each in storage.start_copies()]:
+        for pending in [copied for storage in self._storages for copied in storage.start_copies()]:
             pending.wait()
         self._reducing.clear()

@@ -59,10 +59,9 @@ class _ShardTable:
         for rank, step in enumerate(self._steps):
             calls = _calls_by_chunk(step)
             for chunk, layers in self._chunks[rank].items():
-                parameters = tuple(
-                    each for each in step.shards if not layers or set(each.layers) & set(layers) or not each.layers
-                )  # a stage may hold layers that it does not compute
-                states = (each.requires["gradient"] + each.requires["optimizer_state"] for each in parameters)
+                mine = set(layers)  # a stage may hold layers that it does not compute
+                parameters = tuple(part for part in step.shards if not (mine and part.layers) or mine & {*part.layers})
+                states = (part.requires["gradient"] + part.requires["optimizer_state"] for part in parameters)
                 others = self._members(rank, (PIPE, *uneven_axes(self._axes)))
                 before = [other for other in others if chunk - 1 in self._chunks[other]]
                 yield ModelShard(
@@ -72,8 +71,8 @@ class _ShardTable:
                     self._nodes[rank],
                     layers,
                     parameters,
-                    sum(each.stored_bytes for each in parameters) + sum(states),
-                    sum(each.flops for each in step.computations if (each.chunk or 0) == chunk),
+                    sum(part.stored_bytes for part in parameters) + sum(states),
+                    sum(computation.flops for computation in step.computations if (computation.chunk or 0) == chunk),
                     sum(step.saved.get(layer, 0) for layer in layers),
                     tuple(self._points(rank, chunk, calls[chunk])),
                     tuple(self._id(other, chunk - 1) for other in before),
@@ -85,8 +84,8 @@ class _ShardTable:
     def _kind(self, parameters: Sequence[ParameterShard]) -> str:
         kinds = {
             "layers": self._pipe,
-            "tensors": any(each.shape != each.whole_shape for each in parameters),
-            "state": any(each.owned_bytes < each.bytes for each in parameters),
+            "tensors": any(parameter.shape != parameter.whole_shape for parameter in parameters),
+            "state": any(parameter.owned_bytes < parameter.bytes for parameter in parameters),
         }
         return ", ".join(kind for kind, is_sharded in kinds.items() if is_sharded) or "replica"
 

@@ -201,15 +201,15 @@ class Machine(Configuration):
 
     def capabilities(self, dtype: str = "float32") -> list[NodeCapabilities]:
         """What each node has; raises UsageError for a dtype without a speed."""
-        found = []
+        listed = []
         for number, node in self.places:
-            if number == len(found):
+            if number == len(listed):
                 compute = node.ranks / node.contention * self.curve(node, dtype).most
                 lanes = min(self.between.lanes or node.ranks, node.ranks)
                 memory = node.ranks * node.memory_of_rank
                 bandwidth = lanes * self.between.bandwidth
-                found.append(NodeCapabilities(number, node.name, node.kind, node.ranks, compute, memory, bandwidth))
-        return found
+                listed.append(NodeCapabilities(number, node.name, node.kind, node.ranks, compute, memory, bandwidth))
+        return listed
 
     @property
     def device(self) -> str:
@@ -248,7 +248,7 @@ class Machine(Configuration):
         positions = {rank: position for position, rank in enumerate(order)}
         pairs = {(positions[a], positions[b]): link for (a, b), link in self.pairs.items()}
         pairs = {(min(pair), max(pair)): link for pair, link in pairs.items()}
-        values = {each.name: getattr(self, each.name) for each in fields(Machine)}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(Machine)}
         return PlacedMachine(**{**values, "pairs": pairs}, order=tuple(order))
 
     def with_fitted(self, **values: float) -> Machine:
