@@ -269,8 +269,8 @@ class Reshaper:
         storage, total, trained = shape.composition.storage, 0, self.optimizer is not None
         kinds = len(self.optimizer.kinds) if self.optimizer else 0
         for group in assignment.groups:
-            part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.cut))
-            table = storage.table(shape.axes, group.summed.cut, self.engine.dtype, trained=trained)
+            part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.sharded))
+            table = storage.table(shape.axes, group.summed.sharded, self.engine.dtype, trained=trained)
             total += sum(table.bytes_by_class(group.size, part, kinds).values())
         return total
 

@@ -72,7 +72,7 @@ def draw_storage(job: TrainConfig, model: Model, composition: ParallelConfig) ->
     assignment = composed_assignment(
         model, first, composed_layout(model, first, composition), dtype.itemsize, composition
     )
-    sharded_axes = dict.fromkeys(axis for group in assignment.groups for axis in group.summed.cut)
+    sharded_axes = dict.fromkeys(axis for group in assignment.groups for axis in group.summed.sharded)
     ranks = elements_per_rank(model, axes, composition, dtype.itemsize)
     rows: list[tuple[str, ...]] = [("array", "on a rank", "dtype", "place", "bytes on rank 0", "on the rank with most")]
     for row in composition.storage.table(axes, tuple(sharded_axes), dtype).values():
@@ -226,7 +226,7 @@ def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, com
     assignment = composed_assignment(model, place, layout, itemsize, composition)
 
     def parts_of(group: ParameterGroup) -> _Parts:
-        over = group.summed.cut
+        over = group.summed.sharded
         return over, [part.stop - part.start for part in group.intervals(place.axis_size(over))]
 
     sharded_names = {name for group in assignment.frozen for name in group.spans}

@@ -110,7 +110,7 @@ def uneven_parts(groups: Iterable[ParameterGroup], axes: Mapping[str, int]) -> l
     along axes that do not shard them."""
     parts: list[UnevenParts] = []
     for group in groups:
-        summed, over = group.summed, group.summed.cut
+        summed, over = group.summed, group.summed.sharded
         if not summed.stages and not any(axes[axis] > 1 for axis in summed.over if axis not in over):
             continue
         lengths = tuple(part.stop - part.start for part in group.intervals(prod(axes[axis] for axis in over)))
