@@ -63,7 +63,7 @@ class Reporter(Observer):
             self._tell(f"step {report.step} updated nothing: {report.skipped}")
         self._note_experts(report)
         metrics = "".join(f"  {name} {100 * value:.1f}%" for name, value in (report.metrics or {}).items())
-        text = f"loss {readable_loss(report.loss)}{metrics}  {report.tokens_per_second:,.0f} {self.each}/s"
+        text = f"loss {readable_loss(report.loss)}{metrics}  {report.tokens_per_second:,.0f} {self.noun}/s"
         if self.bar:
             self.bar.show(report.step, text)
         elif report.step % max(1, self.stop // 20) == 0:
