@@ -45,8 +45,7 @@ EVERY = 0.1  #: seconds between two looks for the answer
     "--protocol",
     type=Choice(PROTOCOLS),
     default=PROTOCOLS[0],
-    help="How arrays move: between two steps, in memory or by a checkpoint; or live, while steps go on. "
-    "[default: stop-and-copy]",
+    help="How arrays move: between two steps, in memory or by a checkpoint; or live, while steps go on.",
 )
 @click.option(
     "--experts",
@@ -54,13 +53,13 @@ EVERY = 0.1  #: seconds between two looks for the answer
     help="The part of each expert of a layer, along the axes that split experts, as in block0/moe=0:1:1:0. "
     "[default: as now if the axes stay, else even parts]",
 )
-@click.option("--at", metavar="STEP", type=WholeNumber(), default=0, help="Change after this step. [default: the next]")
+@click.option("--at", metavar="STEP", type=WholeNumber(), help="Change after this step. [default: the next]")
 @click.option(
     "--wait",
     type=Quantity(SECONDS),
     metavar="TIME",
-    default=600.0,
-    help="Longest wait for the answer; a live migration that takes longer is given up. [default: 10min]",
+    default="10min",
+    help="Longest wait for the answer; a live migration that takes longer is given up.",
 )
 @options_of(TrainConfig, ["composition"], without=["compress"])
 def migrate(
@@ -69,7 +68,7 @@ def migrate(
     ranks: str | None,
     protocol: str,
     experts: str | None,
-    at: int,
+    at: int | None,
     wait: float,
     **options: Any,
 ) -> None:
@@ -102,7 +101,14 @@ def migrate(
         raise UsageError("migrate needs the new shape: --mesh, --zero, another option of it, --ranks, or --plan")
     ParallelConfig().changed(**values)  # raises UsageError for a value that no mesh permits
     request = ShapeRequest(
-        values, parse_ranks(ranks), at, model, os.urandom(8).hex(), protocol, within=wait, experts=_experts(experts)
+        values,
+        parse_ranks(ranks),
+        at or 0,
+        model,
+        os.urandom(8).hex(),
+        protocol,
+        within=wait,
+        experts=_experts(experts),
     )
     events = JsonLines(log)
     events.open()
@@ -192,8 +198,8 @@ def _answer(folder: Path, events: JsonLines, request: str, wait: float) -> dict[
     "--wait",
     type=Quantity(SECONDS),
     metavar="TIME",
-    default=600.0,
-    help="Longest wait until the job takes these ranks in. [default: 10min]",
+    default="10min",
+    help="Longest wait until the job takes these ranks in.",
 )
 @trust_option
 @options_of(TrainConfig, ["model", "composition"], without=["compress"], help={"model": "The run's own code, by name."})
