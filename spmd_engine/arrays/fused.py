@@ -18,8 +18,17 @@ def kernels_for(x: Array, kind: str = "kernels", name: str = "") -> Any:
     They take 16-bit floats for the functions, by ``name``, that widen and round them in one pass with the computation.
     """
     kernels = getattr(backend_of(x), kind)
-    emulated = is_half(x.dtype) and accumulated_in(x.dtype).itemsize > 4
-    return None if kernels is None or emulated or not kernels.takes(x, name) else kernels
+    if kernels is None or not kernels.takes(x, name):
+        return None
+    emulated = x.dtype.itemsize == 2 and is_half(x.dtype) and accumulated_in(x.dtype).itemsize > 4
+    return None if emulated else kernels
+
+
+def fastest(function: Callable, x: Array) -> Callable:
+    """The kernel with the name of ``function`` for arrays such as ``x``, or ``function`` if there is none: a choice for
+    all calls of a loop."""
+    kernels = kernels_for(x)
+    return function if kernels is None else getattr(kernels, function.__name__)
 
 
 def fused(function: Callable) -> Callable:
@@ -66,7 +75,7 @@ def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
 
     @wraps(function)
     def run(x: Array, *others, **options):
-        if not is_half(x.dtype):
+        if x.dtype.itemsize != 2 or not is_half(x.dtype):
             return compute(x, *others, **options)
         if kind and (kernels := kernels_for(x, kind, name)) is not None:
             pairs = zip((x, *others), names, strict=False)

@@ -193,7 +193,7 @@ LEAST_BYTES = 1_000_000  # the smallest matrix for which parts are faster
 
 def _of_numpy(a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray:
     """a · b, whichever of the two is the large matrix; for one row, BLAS copies nothing."""
-    if out is None and a.ndim == b.ndim == 2 and a.dtype == b.dtype and 1 < min(len(a), b.shape[1]) <= FEW:
+    if out is None and a.ndim == b.ndim == 2 and a.dtype == b.dtype and 1 < min(a.shape[0], b.shape[1]) <= FEW:
         if _is_worth_it(a, b):
             return _by_parts(a, b)
         if _is_worth_it(b.T, a.T):
