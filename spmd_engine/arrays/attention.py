@@ -166,7 +166,8 @@ def causal_attention_backward(
     scale = q.shape[-1] ** -0.5
     if apart is not None or window is not None:
         log_sums = xp.maximum(log_sums, xp.finfo(log_sums.dtype).min)  # for queries without keys
-    projection = xp.moveaxis(_products_of_rows(dy, y), 1, -1)
+    projection = _products_of_rows(dy, y)  # [b s h], or [b s h r]
+    projection = projection.transpose(0, *range(2, projection.ndim), 1)
     exponentiated, gradient = fastest(exponentiate_keys, log_sums), fastest(softmax_gradient, log_sums)
     q, k, v, dy, dq_by_head, dk_by_head, dv_by_head = map(_by_head, (q, k, v, dy, dq, dk, dv))
     for rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, window, 2):

@@ -21,7 +21,7 @@ from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
+from spmd_engine.arrays.precision import HALF, accumulated_in, rounded
 from spmd_engine.arrays.products import matmul
 from spmd_engine.errors import NotationError
 
@@ -63,7 +63,7 @@ class _Plan(NamedTuple):
     left: View  # of the first operand
     right: View = None  # of the second
     swap: bool = False  # compute (b x a) instead of (a x b): then the result needs no transposition
-    product: Shape = ()  # (batch..., left, right)
+    product: Shape = ()  # (batch..., left, right); of one operand empty
     letters: Shape | None = None  # the same, with a dimension for each letter, if it is another shape
     axes: Shape | None = None  # the transposition of these that gives the result; None: none
 
@@ -71,7 +71,7 @@ class _Plan(NamedTuple):
         """The result, in ``out`` where the product can be written straight into it."""
         x = operands[0]
         a = x if self.left is None else self.left(x)
-        if len(operands) == 1:
+        if not self.product:
             return rounded(a, x.dtype if dtype is None else dtype)
         y = operands[1]
         b = y if self.right is None else self.right(y)
@@ -80,7 +80,7 @@ class _Plan(NamedTuple):
         if out is not None and self.axes is None and out.flags.c_contiguous:
             matmul(a, b, out=out if self.letters is None else out.reshape(self.product))
             return out
-        if dtype is None and is_half(x.dtype) and x.dtype == y.dtype:
+        if dtype is None and x.dtype in HALF and x.dtype == y.dtype:
             dtype = x.dtype  # also if a letter of one of them was summed, wider
         result = matmul(a, b, dtype=dtype)
         if self.letters is not None:

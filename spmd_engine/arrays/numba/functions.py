@@ -68,7 +68,7 @@ class FastFunctions:
         return x.dtype == _FLOAT32 or (x.dtype == _BFLOAT16 and name in _OF_BFLOAT16)
 
     def _loop(self, name: str, x: np.ndarray) -> Callable[..., None]:
-        return loop_for(self._loops, name, x)
+        return getattr(self._loops, name) if x.dtype == _FLOAT32 else loop_for(self._loops, name, x)
 
     def round_to_bfloat16(self, x, out=None):
         """``x`` as bfloat16, in contiguous ``out`` if given."""
@@ -248,6 +248,8 @@ def contiguous(x: np.ndarray, dtype: Any = None) -> np.ndarray:
 
 def _spread(x: np.ndarray, shape: tuple[int, ...], dtype: Any = _FLOAT32) -> np.ndarray:
     """Contiguous ``x``, broadcast to this shape; ValueError if it cannot be. The loops check no bounds."""
+    if x.shape == shape and x.dtype == dtype and x.flags.c_contiguous:
+        return x
     return contiguous(x if x.shape == shape else np.broadcast_to(x, shape), dtype)
 
 
@@ -263,7 +265,7 @@ def _of_columns(x: np.ndarray, scores: np.ndarray) -> np.ndarray:
 def _norm(loop, x: np.ndarray, epsilon: float, *parameters: np.ndarray) -> tuple[np.ndarray, ...]:
     x = contiguous(x)
     results = np.empty_like(x), np.empty_like(x), np.empty_like(x, np.float32, shape=x.shape[:-1])
-    loop(x, *(_spread(parameter, x.shape[-1:]) for parameter in parameters), epsilon, *results)
+    loop(x, *[_spread(parameter, x.shape[-1:]) for parameter in parameters], epsilon, *results)
     return results
 
 
@@ -276,7 +278,7 @@ def _norm_backward(loop, dy: np.ndarray, normal: np.ndarray, inverse: np.ndarray
 
 def _sums_over_rows(loop, count: int, dy: np.ndarray, normal: np.ndarray) -> np.ndarray:
     """[count d]: ``count`` sums over rows; the loop adds those of some rows at a time."""
-    rows, normal_rows = (x.reshape(-1, dy.shape[-1]) for x in (contiguous(dy), _spread(normal, dy.shape, dy.dtype)))
+    rows, normal_rows = [x.reshape(-1, dy.shape[-1]) for x in (contiguous(dy), _spread(normal, dy.shape, dy.dtype))]
     sums = np.zeros_like(dy, np.float32, shape=(count, dy.shape[-1]))
     for start in range(0, len(rows), _SUMMED):
         part, part_sums = slice(start, start + _SUMMED), np.zeros_like(sums) if start else sums
