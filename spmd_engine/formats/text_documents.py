@@ -50,6 +50,7 @@ class Document(NamedTuple):
     where: str = ""  #: its place, as errors name it
     left_out: str = ""  #: why there is nothing to learn from it
     notice: str = ""  #: what else of the row is not read
+    unread: Sequence[str] = ()  #: in a file's first row, the keys or columns that are not read
 
     def chunks(self) -> Iterator[bytes]:
         """The text in parts, as UTF-8. Raises UsageError for a file that is no text."""
@@ -103,7 +104,8 @@ def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
 
 def count_documents(files: Sequence[tuple[str, int]], begin: int, end: int) -> int:
     """The number of documents that ``documents`` yields for these arguments; parses no lines that it can skip."""
-    return sum(1 for rows in _pieces(files, begin, end, None, parse=False) for _ in rows)
+    pieces = _pieces(files, begin, end, None, parse=False)
+    return sum(1 if rows is None else sum(1 for _ in rows) for _, rows in pieces)
 
 
 def documents(
@@ -115,15 +117,16 @@ def documents(
     first byte. A file of more than ``large`` bytes is returned by name. Raises UsageError, naming the file and the row,
     for a row that is no document, and for a file that is no text.
     """
-    for rows in _pieces(files, begin, end, columns):
-        for name, where, content in rows:
-            if content is None:
-                yield _whole_file(name, large)
-            else:
-                yield document_of(content, where, columns, name)
+    for name, rows in _pieces(files, begin, end, columns):
+        if rows is None:
+            yield _whole_file(name, large)
+        else:
+            for number, (where, content) in enumerate(rows):
+                found = document_of(content, where, columns, name)
+                yield found if number else found._replace(unread=_unread(content, columns))
 
 
-def prompts_in(path: str) -> list[Document]:
+def prompts_in(path: str, columns: Columns | None = None) -> list[Document]:
     """The prompts of a file: one a line of text, or one a row, a text or a conversation without an answer.
 
     Raises UsageError for a row without a prompt, and for a file that is no text or too large.
@@ -135,9 +138,9 @@ def prompts_in(path: str) -> list[Document]:
             rows = ((f"{path}, line {n}", line) for n, (_, line) in enumerate(_lines(file, path), 1))
             rows = ((where, line.decode().rstrip("\r\n")) for where, line in rows)
         else:
-            rows = rows(file, path, None)
+            rows = rows(file, path, columns)
         for where, content in rows:
-            document = Document(content, where=where) if isinstance(content, str) else _prompt(content, where)
+            document = Document(content, where=where) if isinstance(content, str) else _prompt(content, where, columns)
             if document.text or document.messages:
                 found.append(document)
             size += len(document.text)
@@ -167,9 +170,9 @@ def _endings(name: str) -> list[str]:
 
 def _pieces(
     files: Sequence[tuple[str, int]], begin: int, end: int, columns: Columns | None, *, parse: bool = True
-) -> Iterator[Iterator[tuple[str, str, Any]]]:
-    """For each file in the span, its rows there: name, place and content. A file that is one document has no content,
-    nor have, unless ``parse``, the rows that need no parsing."""
+) -> Iterator[tuple[str, Rows | None]]:
+    """Each file in the span, and its rows there; None for a file that is one document. Unless ``parse``, rows that need
+    no parsing have no content."""
     before = 0
     for name, size in files:
         rows, first, last = rows_of(name), begin - before, end - before
@@ -178,23 +181,19 @@ def _pieces(
             continue
         if rows is None:
             if first <= 0:
-                yield iter([(name, name, None)])
+                yield name, None
         elif rows is _json_lines and _is_plain(name):  # a line that begins before this span belongs to the one before
-            yield _rows_in(name, rows, columns, (first, last), parse)
+            yield name, _rows_in(name, rows, columns, (first, last), parse)
         elif first <= 0:
-            yield _rows_in(name, rows, columns, None, parse)
+            yield name, _rows_in(name, rows, columns, None, parse)
 
 
-def _rows_in(
-    name: str, rows: Callable, columns: Columns | None, span: tuple[int, int] | None, parse: bool
-) -> Iterator[tuple[str, str, Any]]:
+def _rows_in(name: str, rows: Callable, columns: Columns | None, span: tuple[int, int] | None, parse: bool) -> Rows:
     with _opened(name) as file:
         if rows is _json_lines:
-            found = _json_lines(file, name, columns, span or (0, ALL), parse)
+            yield from _json_lines(file, name, columns, span or (0, ALL), parse)
         else:
-            found = rows(file, name, columns)
-        for where, content in found:
-            yield name, where, content
+            yield from rows(file, name, columns)
 
 
 def _is_plain(name: str) -> bool:
@@ -396,7 +395,11 @@ def _json_lines(
 def _parsed(line: bytes, where: str) -> Any:
     text = line.decode()
     try:
-        content = _bounded(json.loads(text))
+        content, end = _scan(text) if text[0] == "{" else (None, 0)
+        if text[end:] not in ("\n", "\r\n", ""):
+            content = json.loads(text)  # which searches for spaces: for most rows, that takes as long as all the rest
+        if type(content) is not dict or not _NESTED.isdisjoint(map(type, content.values())):
+            bounded(content)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: this line cannot be read as JSON: {reason(error)}") from error
     if "\\u" in text and SURROGATE.search(text):  # perhaps a lone surrogate, which is no character
@@ -405,12 +408,7 @@ def _parsed(line: bytes, where: str) -> Any:
     return content
 
 
-def _bounded(content: Any) -> Any:
-    """``bounded``; most rows have only texts and numbers."""
-    is_flat = type(content) is dict and not any(type(value) in (dict, list) for value in content.values())
-    return content if is_flat else bounded(content)
-
-
+_NESTED = {dict, list}
 _SPACES = re.compile(r"[ \t\r\n]*")
 _scan = json.JSONDecoder().raw_decode
 
@@ -448,7 +446,7 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
             if len(held) > MOST_BYTES:
                 raise UsageError(f"{where}: it has more than {MOST_BYTES:,} bytes") from None
             continue
-        value = _bounded(value)
+        bounded(value)
         if not in_array and not number and not columns and not _fits(value) and not file.peek(1) and not held[end:]:
             value = _as_text(value, held, name)
         number += 1
@@ -494,7 +492,7 @@ def _table(file: Any, name: str, columns: Columns | None) -> Rows:
 
 
 def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
-    """The rows of a Parquet table; reads only the columns that may be needed."""
+    """The rows of a Parquet table; reads only the columns that may be needed, and names the others in the first row."""
     _pyarrow(f"{name}: a Parquet table")
     from pyarrow import parquet
 
@@ -506,9 +504,17 @@ def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
     number = 0
     for group in range(table.num_row_groups):
         for batch in table.iter_batches(1024, row_groups=[group], columns=wanted, use_threads=False):
-            for row in batch.to_pylist():
+            names = batch.schema.names
+            for values in zip(*map(_values, batch.columns), strict=True):
                 number += 1
-                yield f"{name}, row {number}", row
+                row = dict(zip(names, values, strict=True))
+                yield f"{name}, row {number}", row if number > 1 else dict.fromkeys(there) | row
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column; texts without a scalar of pyarrow for each."""
+    is_text = str(column.type) in ("string", "large_string")
+    return column.to_numpy(zero_copy_only=False).tolist() if is_text else column.to_pylist()
 
 
 PARQUET = ".parquet"
@@ -534,6 +540,7 @@ USUAL = {
     "tools": ("tools",),
 }
 _KNOWN = {name for names in USUAL.values() for name in names}
+_BESIDE_TEXT = _KNOWN - {"text"}
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 
 
@@ -549,21 +556,22 @@ def parse_columns(text: str | None) -> dict[str, str] | None:
 
 def document_of(content: Any, where: str, columns: Columns | None = None, source: str = "") -> Document:
     """The document in a row of ``source``. Raises UsageError, naming ``where``, for a row that is none."""
-    if not columns and isinstance(content, dict) and content.keys() & _KNOWN == {"text"}:  # most rows
-        text = content["text"]
-        if text and isinstance(text, str):
-            return Document(text, source=source, where=where)
+    if not columns and type(content) is dict and content.keys().isdisjoint(_BESIDE_TEXT):  # most rows
+        text = content.get("text")
+        if text and type(text) is str:
+            return Document(text, None, None, None, False, None, source, where)
     place: dict[str, Any] = {"source": source, "where": where}
-    found = _fields(content, where, columns)
+    found = {"text": content} if isinstance(content, str) else _fields(content, where, columns)
     kinds = _kinds(found)
     if not kinds:
         if not any(name in found for name in ("text", "messages", "completion", "output")):
             raise _no_document(where, content)
         return Document(left_out=EMPTY, **place)
     kind = kinds[0]
-    notice = f"{kinds[1]} beside {kind}, not read" if len(kinds) > 1 else ""
+    others = [*kinds[1:], *(["input"] if found.get("input") and kind != "instruction" else [])]
+    notice = f"{others[0]} beside {kind}, not read" if others else ""
     if kind == "text":
-        return Document(found["text"], **place)
+        return Document(found["text"], notice=notice, **place)
     if kind == "messages" or isinstance(found.get("prompt"), list):
         listed = found["messages"] if kind == "messages" else [*found["prompt"], *found["completion"]]
         messages = [_message(each, where) for each in listed]
@@ -577,9 +585,9 @@ def document_of(content: Any, where: str, columns: Columns | None = None, source
     return Document(answer, request, is_instruction=kind == "instruction", left_out=left_out, notice=notice, **place)
 
 
-def _prompt(content: Any, where: str) -> Document:
+def _prompt(content: Any, where: str, columns: Columns | None) -> Document:
     """What precedes an answer in a row."""
-    found = _fields(content, where, None)
+    found = _fields(content, where, columns)
     messages = found.get("messages") or found.get("prompt")
     if _is_conversation(messages):
         tools = _listed(found.get("tools"), where) or None
@@ -630,6 +638,11 @@ def _kinds(found: Mapping[str, Any]) -> list[str]:
 
 def _is_conversation(value: Any) -> TypeGuard[list[Message]]:
     return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
+
+
+def _unread(content: Any, columns: Columns | None) -> Sequence[str]:
+    known = set(columns.values()) if columns else _KNOWN
+    return tuple(str(name) for name in content if name not in known) if isinstance(content, Mapping) else ()
 
 
 def _fits(content: Any) -> bool:
