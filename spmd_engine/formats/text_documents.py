@@ -17,11 +17,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import MOST_BYTES, SURROGATE, bounded, parse_json, reading, reason
+from spmd_engine.foreign import DEPTH, MOST_BYTES, SURROGATE, bounded, parse_json, reading, reason
 from spmd_engine.importing import library
 
 logger = logging.getLogger(__name__)
@@ -41,13 +43,13 @@ class Document(NamedTuple):
     """A document: a text, a prompt with its completion, or a conversation."""
 
     text: str = ""
+    source: str = ""  #: the file that it is in
+    where: str = ""  #: its place, as errors name it
     prompt: str | None = None  #: precedes the text; its tokens are no targets
     messages: Sequence[Message] | None = None  #: a conversation, instead of text and prompt
     tools: Sequence[Any] | None = None  #: what the assistant of the conversation may call
     is_instruction: bool = False  #: whether prompt and text are messages of a user and of an assistant
     file: str | None = None  #: the name of a large or compressed file, instead of a text
-    source: str = ""  #: the file that it is in
-    where: str = ""  #: its place, as errors name it
     left_out: str = ""  #: why there is nothing to learn from it
     notice: str = ""  #: what else of the row is not read
     unread: Sequence[str] = ()  #: in a file's first row, the keys or columns that are not read
@@ -121,9 +123,10 @@ def documents(
         if rows is None:
             yield _whole_file(name, large)
         else:
-            for number, (where, content) in enumerate(rows):
-                found = document_of(content, where, columns, name)
-                yield found if number else found._replace(unread=_unread(content, columns))
+            for where, content in islice(rows, 1):
+                yield document_of(content, where, columns, name)._replace(unread=_unread(content, columns))
+            for where, content in rows:
+                yield document_of(content, where, columns, name)
 
 
 def prompts_in(path: str, columns: Columns | None = None) -> list[Document]:
@@ -398,8 +401,8 @@ def _parsed(line: bytes, where: str) -> Any:
         content, end = _scan(text) if text[0] == "{" else (None, 0)
         if text[end:] not in ("\n", "\r\n", ""):
             content = json.loads(text)  # which searches for spaces: for most rows, that takes as long as all the rest
-        if type(content) is not dict or not _NESTED.isdisjoint(map(type, content.values())):
-            bounded(content)
+        if ("[" in text or text.find("{", 1) > 0) and text.count("[") + text.count("{") > DEPTH:
+            bounded(content)  # a text with fewer cannot be nested too deep
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: this line cannot be read as JSON: {reason(error)}") from error
     if "\\u" in text and SURROGATE.search(text):  # perhaps a lone surrogate, which is no character
@@ -446,7 +449,8 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
             if len(held) > MOST_BYTES:
                 raise UsageError(f"{where}: it has more than {MOST_BYTES:,} bytes") from None
             continue
-        bounded(value)
+        if type(value) is not dict or not _NESTED.isdisjoint(map(type, value.values())):
+            bounded(value)
         if not in_array and not number and not columns and not _fits(value) and not file.peek(1) and not held[end:]:
             value = _as_text(value, held, name)
         number += 1
@@ -476,6 +480,7 @@ def _table(file: Any, name: str, columns: Columns | None) -> Rows:
     csv.field_size_limit(MOST_BYTES)
     lines = csv.reader(io.TextIOWrapper(file, "utf-8", newline="\n"), delimiter=separator, strict=True)
     names: list[str] = []
+    text: int | None = None
     try:
         for row in lines:
             where = f"{name}, line {lines.line_num}"
@@ -486,7 +491,11 @@ def _table(file: Any, name: str, columns: Columns | None) -> Rows:
                 continue
             if len(row) != len(names):
                 raise UsageError(f"{where}: {len(row)} columns, but the first line names {len(names)}")
-            yield where, dict(zip(names, row, strict=True))
+            if text is None:
+                yield where, dict(zip(names, row, strict=True))
+                text = _only_text(names, columns)
+            else:
+                yield where, row[text]
     except csv.Error as error:
         raise UsageError(f"{name}, line {lines.line_num}: {error}") from None
 
@@ -501,14 +510,20 @@ def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
     wanted = [each for each in there if each in (set(columns.values()) if columns else _KNOWN)]
     if not wanted and table.metadata.num_rows:
         raise _no_document(name, there)
-    number = 0
+    number, text = 0, _only_text(wanted, columns)
     for group in range(table.num_row_groups):
         for batch in table.iter_batches(1024, row_groups=[group], columns=wanted, use_threads=False):
-            names = batch.schema.names
-            for values in zip(*map(_values, batch.columns), strict=True):
+            names, found = batch.schema.names, [*map(_values, batch.columns)]
+            rows = (dict(zip(names, values, strict=True)) for values in zip(*found, strict=True))
+            for row in rows if text is None or not number else found[text]:
                 number += 1
-                row = dict(zip(names, values, strict=True))
                 yield f"{name}, row {number}", row if number > 1 else dict.fromkeys(there) | row
+
+
+def _only_text(names: Sequence[str], columns: Columns | None) -> int | None:
+    """The number of the column of texts, if no other is read: after the first row, its values stand for rows."""
+    read = columns or {role: name for name in names for role, usual in USUAL.items() if name in usual}
+    return names.index(read["text"]) if read.keys() == {"text"} and names.count(read["text"]) == 1 else None
 
 
 def _values(column: Any) -> list[Any]:
@@ -556,33 +571,37 @@ def parse_columns(text: str | None) -> dict[str, str] | None:
 
 def document_of(content: Any, where: str, columns: Columns | None = None, source: str = "") -> Document:
     """The document in a row of ``source``. Raises UsageError, naming ``where``, for a row that is none."""
-    if not columns and type(content) is dict and content.keys().isdisjoint(_BESIDE_TEXT):  # most rows
+    text, prompt = content, None
+    if type(content) is dict and not columns:
         text = content.get("text")
-        if text and type(text) is str:
-            return Document(text, None, None, None, False, None, source, where)
-    place: dict[str, Any] = {"source": source, "where": where}
+        if not content.keys().isdisjoint(_BESIDE_TEXT):
+            text, prompt = map(content.get, _pair_among(tuple(content)))
+    if text and type(text) is str and (prompt is None or (prompt and type(prompt) is str)):  # most rows
+        return tuple.__new__(Document, (text, source, where, prompt, None, None, False, None, "", "", ()))
     found = {"text": content} if isinstance(content, str) else _fields(content, where, columns)
     kinds = _kinds(found)
     if not kinds:
         if not any(name in found for name in ("text", "messages", "completion", "output")):
             raise _no_document(where, content)
-        return Document(left_out=EMPTY, **place)
+        return Document("", source, where, left_out=EMPTY)
     kind = kinds[0]
     others = [*kinds[1:], *(["input"] if found.get("input") and kind != "instruction" else [])]
     notice = f"{others[0]} beside {kind}, not read" if others else ""
     if kind == "text":
-        return Document(found["text"], notice=notice, **place)
+        return Document(found["text"], source, where, notice=notice)
     if kind == "messages" or isinstance(found.get("prompt"), list):
         listed = found["messages"] if kind == "messages" else [*found["prompt"], *found["completion"]]
         messages = [_message(each, where) for each in listed]
         left_out = "" if any(each["role"] == "assistant" for each in messages) else NO_ANSWER
         tools = _listed(found.get("tools"), where) or None
-        return Document(messages=messages, tools=tools, left_out=left_out, notice=notice, **place)
+        return Document("", source, where, None, messages, tools, left_out=left_out, notice=notice)
+    is_instruction = kind == "instruction"
     request, answer = (
-        (found["prompt"], found["completion"]) if kind == "prompt" else (_instruction(found), found["output"])
+        (_instruction(found), found["output"]) if is_instruction else (found["prompt"], found["completion"])
     )
-    left_out = "" if answer else NO_ANSWER
-    return Document(answer, request, is_instruction=kind == "instruction", left_out=left_out, notice=notice, **place)
+    return Document(
+        answer, source, where, request, None, None, is_instruction, None, "" if answer else NO_ANSWER, notice
+    )
 
 
 def _prompt(content: Any, where: str, columns: Columns | None) -> Document:
@@ -601,23 +620,41 @@ def _prompt(content: Any, where: str, columns: Columns | None) -> Document:
 
 def _fields(content: Any, where: str, columns: Columns | None) -> dict[str, Any]:
     """The values of a row, by what they hold."""
-    if not isinstance(content, Mapping):
+    if not _is_mapping(content):
         return {}
+    found: dict[str, Any] = {}
     if columns:
         if missing := [name for name in columns.values() if name not in content]:
             raise UsageError(f"{where}: no {missing[0]!r} there; it has {', '.join(map(str, content)):.200}")
-        names: Mapping[str, Sequence[str]] = {role: (name,) for role, name in columns.items()}
+        found = {role: content[name] for role, name in columns.items()}
     else:
-        names = USUAL
-    found: dict[str, Any] = {}
-    for role, usual in names.items():
-        for name in usual:
-            if content.get(name) is not None or (name in content and role not in found):
+        for role, names in _usual_among(tuple(content)):
+            for name in names:
                 found[role] = content[name]
-                break
+                if content[name] is not None:
+                    break
     if isinstance(found.get("messages"), str):
         found["messages"] = _listed(found["messages"], where)
     return found
+
+
+@lru_cache(256)
+def _usual_among(names: tuple[str, ...]) -> Sequence[tuple[str, Sequence[str]]]:
+    """The usual names that a row has, by what they hold: most rows of a file have the same ones."""
+    there = [(role, [name for name in usual if name in names]) for role, usual in USUAL.items()]
+    return [(role, found) for role, found in there if found]
+
+
+@lru_cache(256)
+def _pair_among(names: tuple[str, ...]) -> tuple[str, str]:
+    """The names of a completion and of its prompt, if a row with these names can be nothing else; else ""."""
+    there = {role: found[0] for role, found in _usual_among(names) if role != "output"}
+    is_all = there.keys() == {"prompt", "completion"} and sum(name in _KNOWN for name in names) == 2
+    return (there["completion"], there["prompt"]) if is_all else ("", "")
+
+
+def _is_mapping(value: Any) -> TypeGuard[Mapping]:
+    return type(value) is dict or isinstance(value, Mapping)  # which takes longer than to read a short row
 
 
 def _kinds(found: Mapping[str, Any]) -> list[str]:
@@ -637,7 +674,7 @@ def _kinds(found: Mapping[str, Any]) -> list[str]:
 
 
 def _is_conversation(value: Any) -> TypeGuard[list[Message]]:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
+    return isinstance(value, list) and bool(value) and all(map(_is_mapping, value))
 
 
 def _unread(content: Any, columns: Columns | None) -> Sequence[str]:
@@ -659,6 +696,8 @@ def _instruction(found: Mapping[str, Any]) -> str:
 
 def _message(message: Message, where: str) -> Message:
     """A message as templates expect it: with role and content, its parts of text joined, without empty keys."""
+    if type(message.get("role")) is str and type(message.get("content")) is str and None not in message.values():
+        return message
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "role" not in message and isinstance(message.get("from"), str):
         role = message.pop("from")
