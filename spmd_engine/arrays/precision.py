@@ -14,6 +14,7 @@ from ml_dtypes import bfloat16
 
 from spmd_engine.arrays.backend import CPU, Array
 from spmd_engine.arrays.dtypes import described
+from spmd_engine.errors import UsageError, one_of
 
 HALVES = ("bfloat16", "float16")
 FLOATS = ("float32", *HALVES, "float64")  #: precisions by name
@@ -38,6 +39,16 @@ def is_float(dtype: Any) -> bool:
 def dtype_of(precision: Any) -> Any:
     """The dtype of a name, also "bfloat16", or of anything else that ``numpy.dtype`` takes."""
     return described(precision) if isinstance(precision, str) else CPU.xp.dtype(precision)
+
+
+def float_dtype(what: str, precision: Any) -> Any:
+    """The dtype of one of ``FLOATS``, by its name or itself; ``what`` it is for. Raises UsageError for another one."""
+    try:
+        if (dtype := dtype_of(precision)).name in FLOATS:
+            return dtype
+    except (TypeError, AttributeError):
+        pass
+    raise UsageError(f"{what}: dtype is {precision!r}; {one_of(precision, FLOATS)}")
 
 
 def accumulated_in(dtype: Any) -> Any:
