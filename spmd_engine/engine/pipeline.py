@@ -321,7 +321,7 @@ class Execution:
         self.input_gradients: dict[Key, Any] = {}  # until they are sent; those of the first chunk stay
         self._rests: dict[Key, Any] = {}
         self._under_way: dict[schedules.Instruction, Any] = {}
-        self.number = 0  #: of a forward whose backward is another execution
+        self.number = 0  #: that of a forward whose backward is another execution
 
     def run(self, program: Iterable[schedules.Instruction | schedules.Wait]) -> None:
         """Execute all instructions. Raises UsageError for an unknown one."""

@@ -30,7 +30,7 @@ class Embedding(Layer):
 
     def forward(self, sh, p, x, ctx):
         table = p["table"]
-        if not sh.is_cut("v"):
+        if not sh.is_sharded("v"):
             y = table[x]
             rows, in_shard = x, None
         else:

@@ -56,7 +56,7 @@ class Shards:
         """The axes of one letter, in the order in which they shard it: not always the mesh's."""
         return self._order(letter, where, self.axes(letter, where))
 
-    def is_cut(self, letter: str, where: str = "inside") -> bool:
+    def is_sharded(self, letter: str, where: str = "inside") -> bool:
         return bool(self.axes(letter, where))
 
     def span(self, letter: str, length: int, where: str = "inside") -> slice:
@@ -208,7 +208,7 @@ class Shards:
                 x = self.mesh.group(axis).all_gather(x, dim, label=self.label)
         return x
 
-    def cut_further(self, x: Array, dims: str, after: str) -> Array:
+    def shard_further(self, x: Array, dims: str, after: str) -> Array:
         """This rank's part of ``x[dims]``, as ``after`` shards it over more axes: inverts ``gather_further``."""
         for dim, (letter, (_, further)) in enumerate(zip(after.split(), self._change(dims, after)[1], strict=True)):
             weights = self.layout.weights(letter)
@@ -293,7 +293,7 @@ class Shards:
 
     def _check_consecutive(self, letter: str) -> None:
         """Raise MeshError for a letter in a zigzag, of which a rank has an early and a late part, not an interval."""
-        if letter in self.layout.zigzag and self.is_cut(letter):
+        if letter in self.layout.zigzag and self.is_sharded(letter):
             raise MeshError(
                 f"{self.label or 'a layer'} takes this rank's part of {letter} for an interval, but {letter} is "
                 f"sharded over {', '.join(self.axes(letter))} in a zigzag: an early and a late part on each rank. "
