@@ -42,7 +42,7 @@ class Shards:
 
     def axes(self, letters: Iterable[str], where: str = "inside") -> tuple[str, ...]:
         """The mesh axes that shard any of these letters, in the mesh's order, without those of size 1."""
-        key = letters if isinstance(letters, str) else "".join(letters), where
+        key = letters if type(letters) is str else "".join(letters), where
         if key not in self._axes:
             wanted = {axis for letter in key[0] for axis in self.layout.axes(letter, where)}
             self._axes[key] = tuple(axis for axis, size in self.mesh.axes.items() if axis in wanted and size > 1)
