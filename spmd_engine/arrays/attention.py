@@ -68,7 +68,7 @@ def causal_attention(
         if narrow:
             q_block, k_block, v_block = map(widened, (q_block, k_block, v_block))
         matmul(k_block, q_block.swapaxes(-1, -2), out=scores)
-        factor = _capped(scores, scale, cap)
+        factor = scale if cap is None else _capped(scores, scale, cap)
         hide(scores, mask)
         p, top, total = softmax(scores, factor, v_block.dtype)
         block = matmul(p.swapaxes(-1, -2), v_block, dtype=wide)
@@ -84,10 +84,8 @@ def causal_attention(
 _FLOAT16 = CPU.xp.dtype("float16")  # which no library multiplies, as bfloat16: operands are widened
 
 
-def _capped(scores: Array, scale: float, cap: float | None) -> float:
-    """Cap scores, in place, and return the factor that they still lack."""
-    if cap is None:
-        return scale
+def _capped(scores: Array, scale: float, cap: float) -> float:
+    """Scale and cap scores, in place, and return the factor that they still lack."""
     scores *= scale
     soft_cap(scores, cap)
     return 1.0
@@ -171,7 +169,7 @@ def causal_attention_backward(
         if narrow:
             q_block, dy_block, k_block, v_block = map(widened, (q_block, dy_block, k_block, v_block))
         matmul(k_block, q_block.swapaxes(-1, -2), out=p)
-        factor = _capped(p, scale, cap)
+        factor = scale if cap is None else _capped(p, scale, cap)
         slope = None if cap is None else soft_cap_slope(p, cap)
         hide(p, mask)
         weights = exponentiated(p, factor, log_sums[rows].reshape(of_rows), dy_block.dtype)

@@ -51,7 +51,9 @@ def einsum(
     for step in plan.left:
         a = step(a)
     if not plan.product:
-        result = rounded(a, x.dtype if dtype is None else dtype)
+        if dtype is None:
+            dtype = x.dtype
+        result = a if a.dtype == dtype else rounded(a, dtype)
     else:
         y = b = operands[1]
         for step in plan.right:
