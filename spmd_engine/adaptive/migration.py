@@ -30,12 +30,12 @@ from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.reshape import Reshaper, Shape
 from spmd_engine.engine.state.engine_state import Copies
-from spmd_engine.engine.zero.parameter_store import Placements, describe_parts, read_placements
+from spmd_engine.engine.zero.parameter_store import Placements, parts_of, placements_of
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.rank_classes import separate_classes
 from spmd_engine.planning.dry_run.recorder import Recorder
 from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
-from spmd_engine.sharding.placement import ArrayPlacement, Placement, Rectangles
+from spmd_engine.sharding.placement import ArrayPlacement, Held, Placement, Rectangles, exchange_placements
 from spmd_engine.sharding.routes import Blocks
 from spmd_engine.sharding.transfer import PartOfTransfer, TransferPlan, plan_transfer
 from spmd_engine.units import readable_bytes
@@ -120,8 +120,9 @@ class LiveMigration:
         if reshaper.placed is not None:
             self._optimizer.prepare(reshaper.placed)
         described = self._attempt("describing the new shape", self._describe)
-        ranks = self._agree({"placements": described, "step": step_seconds})
-        old, new = (read_placements([facts["placements"][which] for facts in ranks]) for which in ("old", "new"))
+        ranks = self._agree({"step": step_seconds})
+        exchanged = exchange_placements(self._group, described)
+        old, new = (placements_of(exchanged, when) for when in ("old ", "new "))
         self._attempt("planning", lambda: self._make_flows(old, new))
         self._check_memory(self._agree({"needed": self._attempt("counting", self._bytes_needed)}))
         self._attempt("allocating", self._allocate)
@@ -153,10 +154,10 @@ class LiveMigration:
 
     # --- the plan
 
-    def _describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Held]:
         """The parts of all arrays that this rank has, and those that it will have: by its storage, without memory."""
         reshaper, shape, engine = self._reshaper, self.shape, self._engine
-        old, new = describe_parts(reshaper.placed), describe_parts(None)
+        old, new = parts_of(reshaper.placed, "old "), parts_of(None, "new ")
         if (position := reshaper.position_in(shape)) is not None:
             axes, model = shape.axes, reshaper.model_in(shape.composition)
             ranks = DryRunRanks(axes, separate_classes(axes), Mailbox(), ["here"] * count_ranks(axes))
@@ -168,8 +169,8 @@ class LiveMigration:
                     reshaper.layout_in(shape, model, mesh),
                 )
                 placed = LayeredEngine(model, mesh, layout, dtype=engine.dtype, backend=backend, drawn=False, **how)
-                new = describe_parts(placed)
-        return {"old": old, "new": new}
+                new = parts_of(placed, "new ")
+        return old | new
 
     def _make_flows(self, old: Placements, new: Placements) -> None:
         """Plan the transfers of what ranks will store, or update, and do not now."""
