@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -76,6 +75,8 @@ def _process() -> subprocess.Popen[bytes]:
 
     Raises UsageError for a jinja2 that is missing, or whose sandbox a template can leave.
     """
+    from importlib.metadata import PackageNotFoundError, version  # whose import takes long
+
     try:
         installed = version("jinja2")
     except PackageNotFoundError:
