@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 class Tuning:
     """Thresholds in bytes, unless stated otherwise. They must be equal on all ranks, as transports follow from them."""
 
-    #: Largest payload of all ranks together that travels inline between nodes, so that a small call is one exchange.
-    with_agreement: int = 1 << 14
-    #: Largest array whose reduction travels inline between nodes, where ranks add it on the way.
-    reduced_with_agreement: int = 1 << 16
+    #: Largest payload that travels inline between nodes, so that a call is one exchange: of all ranks together, or, in
+    #: a reduction, of each. A receiver allocates so many bytes in each round.
+    with_agreement: int = 1 << 17
+    #: The same for payloads of which a node needs a part alone, or sends several copies.
+    repeated_with_agreement: int = 1 << 14
     #: Largest array that is reduced as a whole on the way: it takes half the messages, but log2(n) times the bytes.
     reduced_whole: int = 1 << 11
     #: Largest payload of a node's ranks together that every rank reduces completely. Above it each rank reduces a part,
@@ -46,7 +47,7 @@ class Tuning:
     #: Smallest array, unsharded, that takes the hierarchical transport.
     hierarchical: int = 1 << 11
     #: Bytes from each rank to each other rank from which they are sent to all at once; fewer take log2(n) rounds.
-    at_once: int = 1 << 14
+    at_once: int = 1 << 12
     #: Bytes of each rank's block that a rank receives before it reduces them. Bounds the memory of a reduction.
     piece: int = 4 << 20
 

@@ -62,11 +62,17 @@ def inline_limit(operation: str, ranks: int, room: int, readable: bool, tuning: 
     return min(room, tuning.copied_to_table * (ranks if operation == "all_to_all" else 1))
 
 
-def inline_between_nodes(operation: str, ranks: int, in_rank_order: bool, tuning: Tuning) -> int:
-    """The most bytes of a rank's array that travel inline between nodes; in a reduction, in the dtype of its sums."""
+def inline_between_nodes(operation: str, ranks: int, senders: int, in_rank_order: bool, tuning: Tuning) -> int:
+    """The most bytes of a rank's array that travel inline between nodes; in a reduction, in the dtype of its sums.
+
+    ``senders``: the number of ranks that exchange messages, of all, or of each lane.
+    """
+    if operation == "broadcast":  # the root's node sends the array in each lane and round
+        return tuning.with_agreement // (2 * (ranks // senders) * max(1, (senders - 1).bit_length()))
     if operation in REDUCTIONS and not in_rank_order:
-        return tuning.reduced_with_agreement
-    return tuning.with_agreement // (1 if operation == "broadcast" else ranks)
+        return tuning.with_agreement
+    once = operation == "all_gather" and senders == ranks
+    return (tuning.with_agreement if once else tuning.repeated_with_agreement) // ranks
 
 
 def parts_on_the_way(operation: str, size: int, ranks: int, senders: int, in_rank_order: bool, tuning: Tuning) -> int:
@@ -80,7 +86,7 @@ def parts_on_the_way(operation: str, size: int, ranks: int, senders: int, in_ran
     if operation == "all_reduce" and size <= tuning.reduced_whole:
         if senders & (senders - 1) == 0:
             return 1
-        if size * ranks <= 2 * tuning.reduced_whole:
+        if size * ranks <= tuning.repeated_with_agreement:
             return 0
     return senders
 
@@ -113,7 +119,8 @@ class Routing:
         if self.one_node:
             limit = inline_limit(operation, self.size, self._room, in_place, tuning)
         else:
-            limit = min(self._room, inline_between_nodes(operation, self.size, self.in_rank_order, tuning))
+            senders = self.connections.senders.size
+            limit = min(self._room, inline_between_nodes(operation, self.size, senders, self.in_rank_order, tuning))
             size = x.size * accumulated_in(x.dtype).itemsize if operation in REDUCTIONS else size
         inline = host and size <= limit
         fields.setdefault("inline", x.nbytes if inline else 0)

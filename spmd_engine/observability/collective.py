@@ -161,7 +161,9 @@ def transports_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> 
     if one_node:
         limit = inline_limit(operation, ranks, room_of(ranks), True, tuning)
     else:
-        limit = min(room_of(max(Counter(hosts).values())), inline_between_nodes(operation, ranks, False, tuning))
+        local = max(Counter(hosts).values())
+        senders = ranks // local if even else ranks
+        limit = min(room_of(local), inline_between_nodes(operation, ranks, senders, False, tuning))
 
     def name_of(size: int) -> str:
         inline = size <= limit

@@ -11,7 +11,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.comm import collectives, dispatch
 from spmd_engine.comm.agreement.signature import Signature
 from spmd_engine.comm.connections import Tuning
-from spmd_engine.comm.dispatch import Routing, choose, inline_limit, parts_on_the_way
+from spmd_engine.comm.dispatch import Routing, choose, inline_between_nodes, inline_limit, parts_on_the_way
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.nccl import NcclTransport
@@ -36,11 +36,11 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broad
         (0, 4, MessageRounds, MessageRounds),
         (2 * KIB - 1, 4, MessageRounds, MessageRounds),
         (2 * KIB, 4, MessageRounds, Hierarchical),
-        (63 * KIB, 4, MessageRounds, Hierarchical),
-        (64 * KIB, 4, Messages, Hierarchical),
+        (15 * KIB, 4, MessageRounds, Hierarchical),
+        (16 * KIB, 4, Messages, Hierarchical),
         (64 * KIB, 32, MessageRounds, Hierarchical),
-        (4 * MIB, 32, Messages, Hierarchical),
-        (MIB, 128, MessageRounds, Hierarchical),
+        (MIB, 32, Messages, Hierarchical),
+        (256 * KIB, 128, MessageRounds, Hierarchical),
         (4 << 30, 4, Messages, Hierarchical),
     ],
 )
@@ -55,7 +55,7 @@ def test_transports_between_nodes_by_size_and_placement(operation, size, ranks, 
 @pytest.mark.parametrize("unusual", [{"lengths_known": False}, {"axis": 1}], ids=["unknown lengths", "axis 1"])
 def test_gathers_that_are_not_hierarchical(unusual):
     assert chosen("all_gather", MIB, 4, even_nodes=True, **unusual) is Messages
-    assert chosen("all_gather", MIB, 128, even_nodes=True, **unusual) is MessageRounds
+    assert chosen("all_gather", 256 * KIB, 128, even_nodes=True, **unusual) is MessageRounds
 
 
 def test_sums_in_rank_order_are_exchanges_of_all_arrays():
@@ -65,13 +65,30 @@ def test_sums_in_rank_order_are_exchanges_of_all_arrays():
     assert chosen("broadcast", KIB, 4, in_rank_order=True) is MessageRounds
 
 
+def test_limits_of_inline_data_between_nodes():
+    """The root of a broadcast sends its array in each round; lanes send the arrays of their node several times."""
+    limits = {
+        ("broadcast", 2, 2): 64 * KIB,
+        ("broadcast", 16, 16): 16 * KIB,
+        ("broadcast", 64, 16): 4 * KIB,
+        ("all_reduce", 64, 16): 128 * KIB,
+        ("reduce_scatter", 5, 5): 128 * KIB,
+        ("all_gather", 16, 16): 8 * KIB,
+        ("all_gather", 64, 16): KIB // 4,
+        ("all_to_all", 16, 16): KIB,
+    }
+    for (operation, ranks, senders), limit in limits.items():
+        assert inline_between_nodes(operation, ranks, senders, False, Tuning()) == limit
+    assert inline_between_nodes("all_reduce", 16, 16, True, Tuning()) == KIB
+
+
 @pytest.mark.parametrize(
     "operation, size, ranks, senders, parts",
     [
         ("all_reduce", 2 * KIB, 16, 16, 1),
         ("all_reduce", 2 * KIB, 64, 16, 1),
         ("all_reduce", 2 * KIB + 1, 64, 16, 16),
-        ("all_reduce", 300, 12, 12, 0),
+        ("all_reduce", KIB, 12, 12, 0),
         ("all_reduce", 2 * KIB, 12, 12, 12),
         ("reduce_scatter", 8, 12, 12, 12),
         ("all_gather", 8, 12, 12, 0),

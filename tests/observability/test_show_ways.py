@@ -21,7 +21,7 @@ def test_transports_on_a_mesh_by_axis():
 def test_thresholds_are_those_of_the_tuning():
     words = transports_by_size("broadcast", [0, 1, 2, 3], Tuning(with_agreement=1 << 10, at_once=1 << 12))
     assert words == [
-        "up to 1.00 KiB inline with the agreement",
+        "up to 256 B inline with the agreement",
         "below 16.00 KiB messages in log2(n) rounds",
         "else messages",
     ]

@@ -120,7 +120,7 @@ class Agreement:
             words,
             row,
             tag(number, AGREEMENT),
-            most=max(tuning.with_agreement, tuning.reduced_with_agreement),
+            most=max(tuning.with_agreement, tuning.repeated_with_agreement),
             copies=broadcasts,
             payload=payload,
             ended=ended,

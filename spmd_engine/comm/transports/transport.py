@@ -111,14 +111,16 @@ class Transport(ABC):
 
     def broadcast(self, x: Array, root: int) -> Steps:
         """Fill ``x`` from ``root``: scatter parts, then gather them, so that no rank sends n copies of ``x``."""
-        parts = [span(x.size, self.size, r) for r in range(self.size)]
+        scatters = self.size > 2  # otherwise the other rank gets all at once
+        parts = self.split(x.size) if scatters else [slice(0, x.size)] * 2
         empty = [slice(0, 0)] * self.size
         incoming = list(empty)
         if self.rank != root:
             incoming[root] = parts[self.rank]
         outgoing = parts if self.rank == root else empty
         yield from self.all_to_all(x, outgoing, x, incoming)
-        yield from self.all_gather(x, parts)
+        if scatters:
+            yield from self.all_gather(x, parts)
 
     def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str) -> Steps:
         """``out`` = the reduction over ranks of part ``rank`` of ``x``, in an order fixed by the transport.
