@@ -334,11 +334,14 @@ def attend_to_keys(
 
 def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Array:
     """The y of ``attend_to_keys`` for one query[b 1 h k] per sequence that sees all its keys, with the fewest calls."""
-    xp, dtype, rounds = backend_of(q).xp, q.dtype, _rounds_probabilities(q)
-    q, k, v = widened(q), widened(k), widened(v)
-    rows = q.reshape(len(q), k.shape[2], prod(q.shape[3:-1]), q.shape[-1])  # -1 is undefined without sequences
+    xp, dtype, wide, width = backend_of(q).xp, q.dtype, widened(q), q.shape[-1]
+    is_narrow = wide is not q
+    rounds = is_narrow and _rounds_probabilities(q)
+    if is_narrow:
+        q, k, v = wide, widened(k), widened(v)
+    rows = q.reshape(q.shape[0], k.shape[2], prod(q.shape[3:-1]), width)  # -1 is undefined without sequences
     scores = xp.matmul(rows, k.transpose(0, 2, 3, 1))
-    scores *= q.shape[-1] ** -0.5
+    scores *= width**-0.5
     if cap is not None:
         soft_cap(scores, cap)
     highest = scores.max(axis=-1, keepdims=True)
@@ -347,7 +350,8 @@ def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Arr
     p = widened(rounded(scores, BFLOAT16)) if rounds else scores
     mixed = xp.matmul(p, v.transpose(0, 2, 1, 3))
     mixed /= scores.sum(axis=-1, keepdims=True)
-    return rounded(mixed.reshape(q.shape), dtype)
+    mixed = mixed.reshape(q.shape)
+    return rounded(mixed, dtype) if is_narrow else mixed
 
 
 def merge_parts(y: Array, log_sums: Array, top: Array) -> Array:

@@ -21,7 +21,7 @@ from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.precision import HALF, accumulated_in, rounded
+from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, rounded
 from spmd_engine.arrays.products import matmul
 from spmd_engine.errors import NotationError
 
@@ -63,7 +63,7 @@ def einsum(
         if out is not None and not accumulate and plan.is_in_order and out.flags.c_contiguous:
             matmul(a, b, out=out.reshape(plan.product) if plan.after else out)
             return out
-        if dtype is None and x.dtype in HALF and x.dtype == y.dtype:
+        if dtype is None and x.dtype in HALF_DTYPES and x.dtype == y.dtype:
             dtype = x.dtype  # also if a letter of one of them was summed, wider
         result = matmul(a, b, dtype=dtype)
         for step in plan.after:
