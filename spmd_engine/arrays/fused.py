@@ -6,7 +6,7 @@ from inspect import signature
 from math import prod
 from typing import Any
 
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.backend import CPU, Array, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
 from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, rounded, widened
@@ -17,7 +17,7 @@ def kernels_for(x: Array, kind: str = "kernels", name: str = "") -> Any:
 
     They take 16-bit floats for the functions, by ``name``, that widen and round them in one pass with the computation.
     """
-    kernels = getattr(backend_of(x), kind)
+    kernels = getattr(CPU if type(x) is CPU.xp.ndarray else backend_of(x), kind)
     if kernels is None or not kernels.takes(x, name):
         return None
     emulated = x.dtype in HALF_DTYPES and accumulated_in(x.dtype).itemsize > 4
@@ -66,22 +66,22 @@ def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
     names = list(signature(function).parameters)
     by_row = [argument in BY_ROW for argument in names] if kind != "image_kernels" and "rotation" not in names else None
 
-    def compute(x: Array, *others, **options):
+    @wraps(function)
+    def run(x: Array, *others, **options):
+        if x.dtype in HALF_DTYPES:
+            return of_halves(x, *others, **options)
         if kind and (kernels := kernels_for(x, kind)) is not None:
             result = getattr(kernels, name)(x, *others, **options)
             if result is not NotImplemented:
                 return result
         return function(x, *others, **options)
 
-    @wraps(function)
-    def run(x: Array, *others, **options):
-        if x.dtype not in HALF_DTYPES:
-            return compute(x, *others, **options)
+    def of_halves(x: Array, *others, **options):
         if kind and (kernels := kernels_for(x, kind, name)) is not None:
             pairs = zip((x, *others), names, strict=False)
             if all(y.dtype == x.dtype for y, argument in pairs if argument in BY_ROW - {"inverse"}):
                 return getattr(kernels, name)(x, *others, **options)
-        return _of_halves(compute, by_row, sums, [x, *others], options)
+        return _of_halves(run, by_row, sums, [x, *others], options)
 
     return run
 
