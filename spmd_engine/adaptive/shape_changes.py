@@ -159,6 +159,13 @@ class ShapeChanges(Hook):
                 return self._read(order)
             case todo.CheckShape(request):
                 return self._check(request)
+            case todo.EstimateChange(shape):
+                from spmd_engine.adaptive.change_estimates import estimate_change  # which imports the dry run
+
+                with self._phase("estimating a change of shape after step"):
+                    by_protocol = estimate_change(self._reshaper, shape, self._step_seconds, self._run.folder)
+                facts = {"from": str(self._reshaper.shape), "to": str(shape), "protocols": by_protocol}
+                return self._change.estimated(facts)
             case todo.BeginLive(shape, within):
                 from spmd_engine.adaptive.migration import LiveMigration  # which imports the dry run
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.engine.build import composed_assignment, composed_layout
-from spmd_engine.engine.optimizers import OPTIMIZERS, AdamW, Optimizer
+from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.array_table import BUFFER, FROZEN, GRADIENT, RESIDUE, STATE, ArrayRow
 from spmd_engine.engine.state.assignment import PIPE
@@ -22,6 +22,7 @@ from spmd_engine.planning.dry_run.engine import PassCache
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.training.workload import optimizer_of
 from spmd_engine.units import readable_bytes
 
 CLASSES = ("parameters", "gradients", "optimizer state", "largest groups")
@@ -44,7 +45,7 @@ def draw_memory(job: TrainConfig, model: Model, composition: ParallelConfig) -> 
     without one, a bar for each stage, of the rank that holds most."""
     axes, stage = dict(composition.mesh or {}), composition.storage.stage(composition.mesh or {})
     side_by_side = composition.zero is None and not composition.assigned
-    options = {"dtype": job.model.dtype, "optimizer": OPTIMIZERS[job.training.optimizer](), "cache": PassCache()}
+    options = {"dtype": job.model.dtype, "optimizer": optimizer_of(job.training), "cache": PassCache()}
     held = {
         zero: bytes_per_rank(model, axes, composition.in_memory.changed(zero=zero), **options)
         for zero in (range(4) if side_by_side else [stage])
@@ -68,7 +69,7 @@ def draw_memory(job: TrainConfig, model: Model, composition: ParallelConfig) -> 
 def draw_storage(job: TrainConfig, model: Model, composition: ParallelConfig) -> Picture:
     """The table of the kinds of arrays in this composition, with the bytes of each, without a drawing."""
     axes, dtype = dict(composition.mesh or {}), dtype_of(job.model.dtype)
-    first, states = all_positions(axes)[0], len(OPTIMIZERS[job.training.optimizer]().kinds)
+    first, states = all_positions(axes)[0], len(optimizer_of(job.training).kinds)
     assignment = composed_assignment(
         model, first, composed_layout(model, first, composition), dtype.itemsize, composition
     )

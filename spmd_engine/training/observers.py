@@ -63,6 +63,12 @@ class Observer:
     def not_saved(self, step: int, why: str) -> None:
         """A checkpoint could not be written; the run continues after ``step`` steps."""
 
+    def crossed(self, step: int, text: str) -> None:
+        """Other thresholds of the monitor are crossed than before, as the text says, or none: see ``CrossingLog``."""
+
+    def estimated(self, step: int, change: Mapping[str, Any]) -> None:
+        """What a change of shape would move, and its time, by protocol: see ``estimate_change``. Nothing changes."""
+
     def migrating(self, step: int, plan: Mapping[str, Any]) -> None:
         """A live migration has begun, by this plan: see ``MigrationPlan``. It ends with one of the next two."""
 
@@ -208,6 +214,12 @@ class EventLog(Observer):
 
     def not_saved(self, step: int, why: str) -> None:
         self._write("not saved", step=step, why=why)
+
+    def crossed(self, step: int, text: str) -> None:
+        self._write("crossed", step=step, text=text)
+
+    def estimated(self, step: int, change: Mapping[str, Any]) -> None:
+        self._write("estimated", step=step, **change)
 
     def migrating(self, step: int, plan: Mapping[str, Any]) -> None:
         self._write("migrating", step=step, **plan)

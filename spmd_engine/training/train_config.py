@@ -45,6 +45,12 @@ class DataConfig(Configuration):
         "images: a folder with a subfolder of images for each class, a .csv file of paths and labels, .parquet files, "
         "an .npz file (x, y), or a folder of IDX files.",
     )
+    columns: str | None = setting(
+        None,
+        metavar="WHAT=NAME",
+        unset="the usual names",
+        help="Columns or keys of the rows of texts: text=article, or prompt=question,completion=answer.",
+    )
     batch_size: int = setting(
         16, least=1, most=MOST, fixed=True, common=True, of_images=64, help="Samples a step, over all ranks."
     )
