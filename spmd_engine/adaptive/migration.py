@@ -278,7 +278,7 @@ class LiveMigration:
         parts, packed = self._attempt("packing", lambda: self._pack(copied, after)) or ([], [])
         packing = perf_counter() - began
         ranks = self._agree({**mine, "copy": self._seconds}, ends)
-        self._learn_speed(ranks)  # of the exchange before
+        self._learn_speed(ranks)  # from the exchange before
         began = perf_counter()
         received = [
             part.exchange(self._group, pieces, labels[kind == "gradients"])

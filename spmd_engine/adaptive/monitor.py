@@ -166,7 +166,7 @@ class CrossingLog(Observer):
         if len(self._lines) < steps or sum(line["seconds"] for line in self._lines) < seconds:
             return
         seen = observe(self._lines, 0, ranks=self._ranks, memory=self._run.memory_limits or None)
-        crossed = {each.name: str(each) for each in crossings(seen, self._config)}
+        crossed = {crossing.name: str(crossing) for crossing in crossings(seen, self._config)}
         self._lines.clear()
         if crossed.keys() != self._known:
             self._known = set(crossed)
