@@ -13,12 +13,16 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import parse_json, read_bytes
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.training.run import CONFIG
 from spmd_engine.training.train_config import TrainConfig
 
 
 def run_folder(run: str | Path) -> Path:
-    """The folder of a run: a path, or its name under ``runs/``."""
+    """The folder of a run: a path, or its name under ``runs/``. Raises UsageError for an empty name."""
+    check_argument("the run", run, (str, Path), "its folder, or its name under runs/")
+    if not str(run):
+        raise UsageError("the name of the run is empty; give one, as in gpt-nano-1, or its folder")
     is_path = "/" in str(run) or os.path.exists(Path(run, CONFIG)) and not is_model(Path(run))
     return Path(run) if is_path else Path("runs") / run
 

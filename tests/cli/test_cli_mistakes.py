@@ -10,7 +10,7 @@ from click import BadParameter
 
 from spmd_engine import Mesh
 from spmd_engine.checkpoints import CheckpointFolder
-from spmd_engine.cli.values import WholeNumber, WholeRange
+from spmd_engine.cli.values import NumberRange, WholeNumber, WholeRange
 from spmd_engine.engine.build import build_engine
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.planning.machine.files import read_machine, toml_of
@@ -156,6 +156,12 @@ def test_a_mistake_that_one_rank_finds_is_still_one_line(spmd, r, tmp_path):
     result = spmd(2, "infer", "--run", r.name, "--mesh", "data=2", "--input", "x.npy", "--output", "y.npy", timeout=30)
     assert "rank 1 of 2: spmd_engine: gpt-nano: inputs from 0 to 999" in one_line(result)
     assert not (tmp_path / "y.npy").exists()
+
+
+def test_nan_is_no_number_of_a_range():
+    assert NumberRange(0, 1).convert("0.5", None, None) == 0.5
+    with pytest.raises(BadParameter, match="'nan' is no number"):
+        NumberRange(0, 1).convert("nan", None, None)
 
 
 def test_damaged_runs_are_one_line(spmd, here, r):
