@@ -241,6 +241,8 @@ def _check(
     model = engine.model
     if stopping.stop and tokenizer is None:
         raise UsageError("generate: stop strings need a tokenizer")
+    if "" in stopping.stop:
+        raise UsageError("generate: a stop string is empty; give at least one character")
     for number, prompt in enumerate(prompts):
         which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
         if not len(prompt):

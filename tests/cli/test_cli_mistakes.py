@@ -58,6 +58,11 @@ def test_inspect_shows_nothing_that_train_refuses(here, options, why):
     assert code == 2 and why in errors and not output
 
 
+def test_analyze_shows_no_step_in_which_a_rank_has_no_samples(here):
+    code, output, errors = here("analyze", "--mesh", "data=3", "--batch-size", "2")
+    assert code == 2 and "Raise --batch-size to 3" in errors and not output
+
+
 MISTAKES = {
     "unknown model 'huge'": ["--model", "huge"],
     "no such file or folder": ["--data", "/nowhere/at/all"],
