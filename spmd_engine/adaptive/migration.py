@@ -42,7 +42,7 @@ from spmd_engine.units import readable_bytes
 
 MOST_STEPS = 200  #: in which all is copied, however little time a step has for it
 LEAST = 64 << 10  #: bytes of a rank after a step, if as much is left
-SHARE = 0.03  #: of a step's time that is spent on the copy
+SHARE = 0.03  #: share of a step's time that is spent on the copy
 LABELS = "migration: copy", "migration: gradients"  # in the ledger
 TRIAL = "migration: trial"  # likewise
 TRIALS = 2  # portions that are exchanged to learn the speed: the size of the second one follows from that of the first
@@ -57,7 +57,7 @@ class MigrationPlan:
     after: str  #: the new shape
     moves: Mapping[tuple[int, int], int]  #: bytes of the snapshot by sending and receiving rank
     order: Sequence[str]  #: the arrays of which elements move, in the order of their copy
-    nbytes: int  #: of the snapshot: parameters, optimizer state and buffers
+    nbytes: int  #: size of the snapshot: parameters, optimizer state and buffers
     forwarded: int  #: bytes of gradients after a step, once all is copied
     seconds: float  #: predicted, with the steps in between
     rollback: str = "drop the copies: the old shape is in use until all ranks agree on the new one"

@@ -24,7 +24,7 @@ class Observation:
 
     step: int  #: steps that are done
     remaining: int  #: steps that are left
-    step_seconds: float  #: of a step in which every rank computes for its median time
+    step_seconds: float  #: seconds of a step in which every rank computes for its median time
     computing: tuple[float, ...]  #: seconds; 0 for a rank without work
     communicating: tuple[float, ...]  #: seconds in which a rank moves data, without waits for other ranks
     speeds: tuple[float | None, ...]  #: relative to the fastest rank; None for a rank without work

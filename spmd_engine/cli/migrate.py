@@ -54,13 +54,13 @@ MOST_MOVES = 8  #: pairs of ranks that a line lists
     help="The part of each expert of a layer, along the axes that split experts, as in block0/moe=0:1:1:0. "
     "[default: as now if the axes stay, else even parts]",
 )
-@click.option("--at", metavar="STEP", type=WholeNumber(), default=0, help="Change after this step. [default: the next]")
+@click.option("--at", metavar="STEP", type=WholeNumber(), help="Change after this step. [default: the next]")
 @click.option(
     "--wait",
     type=Quantity(SECONDS),
     metavar="TIME",
-    default=600.0,
-    help="Longest wait for the answer; a live migration that takes longer is given up. [default: 10min]",
+    default="10min",
+    help="Longest wait for the answer; a live migration that takes longer is given up.",
 )
 @click.option(
     "--dry-run", is_flag=True, help="Print what would move, and for how long, by each protocol; move nothing."
@@ -72,7 +72,7 @@ def migrate(
     ranks: str | None,
     protocol: str | None,
     experts: str | None,
-    at: int,
+    at: int | None,
     wait: float,
     dry_run: bool,
     **options: Any,
@@ -109,7 +109,9 @@ def migrate(
         raise UsageError(f"--protocol {protocol} with --dry-run, which prints all protocols: omit one")
     ParallelConfig().changed(**values)  # raises UsageError for a value that no mesh permits
     how: dict[str, Any] = {"within": wait, "experts": _experts(experts), "dry_run": dry_run}
-    request = ShapeRequest(values, parse_ranks(ranks), at, model, os.urandom(8).hex(), protocol or PROTOCOLS[0], **how)
+    request = ShapeRequest(
+        values, parse_ranks(ranks), at or 0, model, os.urandom(8).hex(), protocol or PROTOCOLS[0], **how
+    )
     events = JsonLines(log)
     events.open()
     for _ in events:  # those before the request
@@ -218,8 +220,8 @@ def _answer(folder: Path, events: JsonLines, request: str, wait: float) -> dict[
     "--wait",
     type=Quantity(SECONDS),
     metavar="TIME",
-    default=600.0,
-    help="Longest wait until the job takes these ranks in. [default: 10min]",
+    default="10min",
+    help="Longest wait until the job takes these ranks in.",
 )
 @trust_option
 @options_of(TrainConfig, ["model", "composition"], without=["compress"], help={"model": "The run's own code, by name."})

@@ -121,7 +121,7 @@ class DistributedEngine(StoredEngine):
         self.input_sharding = self.output_sharding = f"b/{','.join(self.mesh.axes)}"
         storage = ZeroConfig(zero)
         over = tuple(axis for axis, size in self.mesh.axes.items() if size > 1)
-        summed = Sum(over, storage.cut(over, self.mesh.axes))
+        summed = Sum(over, storage.sharded_axes(over, self.mesh.axes))
         arrays = engine.parameters
         described = {
             name: (Parameter(" ".join("ijklmnop"[: array.ndim]), decay=engine.decays(name)), array.shape)

@@ -84,7 +84,7 @@ class LayeredEngine(StoredEngine):
         check_argument("LayeredEngine: mesh", mesh, (Mesh, NoneType), "a Mesh, as Mesh(data=2)")
         self.model, self.seed, self.backend, self._trained = model, seed, backend, trained
         # That of a job is there before ``__init__``.
-        dtype = next(each for each in (dtype, self.dtype, np.float32) if each is not None)
+        dtype = next(choice for choice in (dtype, self.dtype, np.float32) if choice is not None)
         self.dtype = float_dtype("LayeredEngine", dtype)
         self.mesh = mesh if mesh is not None else Mesh()
         if not placed:
@@ -177,7 +177,7 @@ class LayeredEngine(StoredEngine):
         packed = [one.pack(self) if self.is_placed else (None, {}) for one in states]
         try:
             self.model = model
-            self.gradients, self.input_gradient = {}, None  # of the last step, on the old mesh
+            self.gradients, self.input_gradient = {}, None  # those of the last step are on the old mesh
             if state is not None:
                 self._install(state)
             self.assigned = None

@@ -106,7 +106,7 @@ class ShapeRequest:
     FILE: ClassVar = "reshape.json"  #: in the folder of a run, which removes it when it answers
 
     composition: Mapping[str, Any]  #: options by name; the others stay, or become their defaults if they do not fit
-    ranks: Sequence[int] | None = None  #: of the world, on the new mesh; None: see ``Shape.changed``
+    ranks: Sequence[int] | None = None  #: ranks of the world on the new mesh; None: see ``Shape.changed``
     at: int = 0  #: the number of steps after which the change is due
     model: str | None = None  #: the model that the composition was made for; None: any
     id: str = ""  #: repeated in the answer
@@ -271,8 +271,8 @@ class Reshaper:
         storage, total, trained = shape.composition.storage, 0, self.optimizer is not None
         kinds = len(self.optimizer.kinds) if self.optimizer else 0
         for group in assignment.groups:
-            part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.cut))
-            table = storage.table(shape.axes, group.summed.cut, self.engine.dtype, trained=trained)
+            part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.sharded))
+            table = storage.table(shape.axes, group.summed.sharded, self.engine.dtype, trained=trained)
             total += sum(table.bytes_by_class(group.size, part, kinds).values())
         return total
 

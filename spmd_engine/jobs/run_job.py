@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from spmd_engine.formats.token_file import TokenFile
 
 PROMPT = "def "  #: the beginning of a sample
-TEMPERATURE = 0.8  #: of samples
+TEMPERATURE = 0.8  #: temperature of samples
 
 
 def train(
@@ -186,7 +186,7 @@ def _notices_of_rates(run: Run, workload: Workload) -> list[str]:
     from spmd_engine.checkpoints.read import read_manifest
 
     newest = CheckpointFolder(run.folder).newest() if workload.engine.device_id == 0 else None
-    with suppress(UsageError):  # of a checkpoint without a job, or with one of another version
+    with suppress(UsageError):  # a checkpoint without a job, or with one of another version
         if newest is not None:
             before = TrainConfig.from_json(read_manifest(newest).config).training
             return notices_of_rates(before, workload.job.training, run.steps_done)

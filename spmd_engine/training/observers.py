@@ -193,7 +193,7 @@ class EventLog(Observer):
         logging.getLogger("spmd_engine").addHandler(self._handler)
 
     def _warned(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # of a full disk, for example: a warning must not end the run
+        with suppress(OSError):  # the disk may be full: a warning must not end the run
             self._write("warning", text=record.getMessage())
         if logging.lastResort and not logging.getLogger().handlers:  # which this handler would replace
             logging.lastResort.handle(record)
@@ -284,7 +284,7 @@ class ActivityFile(Observer):
             ],
         }
         unfinished = self._path.with_name(f".{self.NAME}")
-        unfinished.unlink(missing_ok=True)  # of a run that was killed
+        unfinished.unlink(missing_ok=True)  # left by a run that was killed
         with open(open_regular(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
             json.dump(content, file)
         os.replace(unfinished, self._path)
