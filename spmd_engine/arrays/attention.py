@@ -17,7 +17,7 @@ from spmd_engine.arrays.activations import exponentiate, soft_cap, soft_cap_slop
 from spmd_engine.arrays.backend import CPU, Array, backend_of
 from spmd_engine.arrays.factors import Mask, hide, unseen
 from spmd_engine.arrays.fused import alike, fastest, kernels_for
-from spmd_engine.arrays.precision import accumulated_in, is_half, rounded, widened
+from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 from spmd_engine.arrays.products import BFLOAT16, matmul
 
 LOG_2 = log(2)
@@ -340,11 +340,11 @@ def attend_to_keys(
 
 def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Array:
     """The y of ``attend_to_keys`` for one query[b 1 h k] per sequence that sees all its keys, with the fewest calls."""
-    xp, half = backend_of(q).xp, q.dtype if is_half(q.dtype) else None
-    rounds = half is not None and _rounds_probabilities(q)
-    if half is not None:
-        q, k, v = widened(q), widened(k), widened(v)
-    width = q.shape[-1]
+    xp, dtype, wide, width = backend_of(q).xp, q.dtype, widened(q), q.shape[-1]
+    is_narrow = wide is not q
+    rounds = is_narrow and _rounds_probabilities(q)
+    if is_narrow:
+        q, k, v = wide, widened(k), widened(v)
     rows = q.reshape(q.shape[0], k.shape[2], prod(q.shape[3:-1]), width)  # -1 is undefined without sequences
     scores = xp.matmul(rows, k.transpose(0, 2, 3, 1))
     scores *= width**-0.5
@@ -357,7 +357,7 @@ def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Arr
     mixed = xp.matmul(p, v.transpose(0, 2, 1, 3))
     mixed /= scores.sum(axis=-1, keepdims=True)
     mixed = mixed.reshape(q.shape)
-    return mixed if half is None else rounded(mixed, half)
+    return rounded(mixed, dtype) if is_narrow else mixed
 
 
 def merge_parts(y: Array, log_sums: Array, top: Array) -> Array:

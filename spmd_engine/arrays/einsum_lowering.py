@@ -21,7 +21,7 @@ from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.precision import HALF, accumulated_in, rounded
+from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, rounded
 from spmd_engine.arrays.products import matmul
 from spmd_engine.errors import NotationError
 
@@ -80,7 +80,7 @@ class _Plan(NamedTuple):
         if out is not None and self.axes is None and out.flags.c_contiguous:
             matmul(a, b, out=out if self.letters is None else out.reshape(self.product))
             return out
-        if dtype is None and x.dtype in HALF and x.dtype == y.dtype:
+        if dtype is None and x.dtype in HALF_DTYPES and x.dtype == y.dtype:
             dtype = x.dtype  # also if a letter of one of them was summed, wider
         result = matmul(a, b, dtype=dtype)
         if self.letters is not None:

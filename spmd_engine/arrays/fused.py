@@ -9,7 +9,7 @@ from typing import Any
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
-from spmd_engine.arrays.precision import HALF, accumulated_in, rounded, widened
+from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, rounded, widened
 
 
 def kernels_for(x: Array, kind: str = "kernels", name: str = "") -> Any:
@@ -20,7 +20,7 @@ def kernels_for(x: Array, kind: str = "kernels", name: str = "") -> Any:
     kernels = getattr(backend_of(x), kind)
     if kernels is None or not kernels.takes(x, name):
         return None
-    emulated = x.dtype in HALF and accumulated_in(x.dtype).itemsize > 4
+    emulated = x.dtype in HALF_DTYPES and accumulated_in(x.dtype).itemsize > 4
     return None if emulated else kernels
 
 
@@ -75,7 +75,7 @@ def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
 
     @wraps(function)
     def run(x: Array, *others, **options):
-        if x.dtype not in HALF:
+        if x.dtype not in HALF_DTYPES:
             return compute(x, *others, **options)
         if kind and (kernels := kernels_for(x, kind, name)) is not None:
             pairs = zip((x, *others), names, strict=False)

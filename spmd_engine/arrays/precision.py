@@ -19,8 +19,8 @@ from spmd_engine.errors import UsageError, one_of
 HALVES = ("bfloat16", "float16")
 FLOATS = ("float32", *HALVES, "float64")  #: precisions by name
 
-#: The dtypes of 16-bit floats as the host stores them: for ``x.dtype in HALF`` where a call of ``is_half`` would count.
-HALF = frozenset({CPU.xp.dtype("float16"), CPU.xp.dtype(bfloat16)})
+#: The dtypes of 16-bit floats on the host: ``x.dtype in HALF_DTYPES`` where a call of ``is_half`` costs much.
+HALF_DTYPES = frozenset({CPU.xp.dtype("float16"), CPU.xp.dtype(bfloat16)})
 
 _WIDE, _EXACT = CPU.xp.dtype("float32"), CPU.xp.dtype("float64")
 _sums = [_WIDE]  # the dtype of sums of 16-bit floats comes last

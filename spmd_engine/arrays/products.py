@@ -16,7 +16,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.precision import HALF, accumulated_in, is_half, rounded, widened
+from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, is_half, rounded, widened
 from spmd_engine.arrays.product_libraries.library import ProductLibrary
 from spmd_engine.arrays.windows import Window
 
@@ -122,7 +122,7 @@ def _is_free(out: np.ndarray, a: np.ndarray, b: np.ndarray) -> bool:
 
 def _of_numpy(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any) -> np.ndarray:
     """The product by NumPy's BLAS, perhaps of copies or of parts."""
-    if a.dtype in HALF or a.dtype != b.dtype or (dtype is not None and dtype != a.dtype):
+    if a.dtype in HALF_DTYPES or a.dtype != b.dtype or (dtype is not None and dtype != a.dtype):
         if dtype is None:
             dtype = np.result_type(a.dtype, b.dtype) if out is None else out.dtype
         return _of_copies(a, b, out, dtype)
