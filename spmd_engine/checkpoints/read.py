@@ -34,6 +34,7 @@ from spmd_engine.foreign import parse_json, reading
 from spmd_engine.formats.safetensors_file import read_header, tensors_of
 from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.formats.tensor import PlainTensor
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.sharding.rectangles import Rectangle
 
 logger = logging.getLogger(__name__)
@@ -193,6 +194,7 @@ def load_checkpoint(
     any mesh, ZeRO stage and pipeline stages. Raises CheckpointError if an array is damaged, missing or of another
     shape. Collective over the world for an engine that ``is_filled_in_place``.
     """
+    check_argument("load_checkpoint: engine", engine, ShardedEngine, "a ShardedEngine, after the folder")
     if engine.is_filled_in_place:  # rank 0 chooses: a running job may be saving a newer one just now
         folder = text_from_rank_zero(engine.group(), lambda: str(_find(folder)), CheckpointError)
     checkpoint = Checkpoint(folder)

@@ -187,6 +187,8 @@ class Mesh(Collectives, MeshPosition):
     ) -> None:
         if comm is not None and not isinstance(comm, Communicator):
             raise MeshError(f"Mesh({comm!r}): give axes by name, as in Mesh(data=2, model=2)")
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+            raise MeshError(f"Mesh: timeout is {timeout!r}; give seconds above 0, or None to wait for ever")
         self.comm = comm if comm is not None else world()
         self.others = OtherRanks(self.comm)
         self.axes = self.all_axes = checked_axes(axes or {"data": self.comm.size})

@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import inf, isfinite
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, SupportsIndex
 
 import numpy as np
 
@@ -119,7 +119,8 @@ class Trainer:
         max_skipped: int = 0,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        _check_arguments(engine=engine, optimizer=optimizer, batches=batches, rate=rate, grad_clip=grad_clip)
+        limits = {"grad_clip": grad_clip, "max_skipped": max_skipped}
+        _check_arguments(engine=engine, optimizer=optimizer, batches=batches, rate=rate, **limits)
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.hooks = stop, max_skipped, tuple(hooks)
@@ -150,6 +151,8 @@ class Trainer:
         rate, skips = self.rate(step), not (isfinite(loss) and isfinite(norm))
         if not hasattr(rate, "__float__"):
             raise UsageError(f"rate({step}) returned {rate!r}; return the learning rate of that step, a number")
+        if not 0 <= rate < inf:
+            raise UsageError(f"rate({step}) returned {rate}; a learning rate is a finite number from 0 on")
         if not skips:
             scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0
             self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale / loss_scale)
@@ -240,7 +243,7 @@ class Trainer:
 
     def run(self, steps: int) -> Iterator[StepReport]:
         """Make steps until ``steps`` are done in all, or until a signal: each when its report is taken."""
-        if not hasattr(steps, "__float__"):
+        if not hasattr(steps, "__index__") or steps < 0:
             raise UsageError(f"Trainer.run({steps!r}): give the number of steps in all")
         return _Steps(self, steps)
 
@@ -329,10 +332,13 @@ def _check_arguments(**arguments: Any) -> None:
         "batches": (Callable, "a function of the step, as lambda step: batch_of(x, y, engine, step=step)"),
         "rate": (Callable, "a function of the step, as lambda step: 0.1"),
         "grad_clip": (SupportsFloat, "a number"),
+        "max_skipped": (SupportsIndex, "a whole number"),
     }
     for name, (kind, expected) in expectations.items():
         if arguments[name] is not None:  # None in a trainer for evaluations only
             check_argument(f"Trainer(engine, optimizer, batches, rate): {name}", arguments[name], kind, expected)
+    if not 0 <= (clip := arguments["grad_clip"] or 0) < inf:
+        raise UsageError(f"Trainer: grad_clip is {clip}; give the largest norm of the gradient, or 0 for no limit")
 
 
 def _is_newer(kind: type, method: str, than: str) -> bool:

@@ -22,6 +22,7 @@ from spmd_engine.engine.uneven_stages import sum_over_stages
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter, UsageError, one_of
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
@@ -401,6 +402,7 @@ def placements_of(exchanged: Mapping[str, Placement], when: str = "") -> Placeme
 
 def check_shapes(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise UsageError unless ``params``, of a checkpoint, have all of these arrays, in these shapes."""
+    check_argument("load_checkpoint: params", params, Mapping, "a mapping from names to whole arrays")
     for name, shape in shapes.items():
         if name not in params:
             raise UsageError(f"the checkpoint has no {name!r}; {one_of(name, sorted(params))}")
