@@ -724,7 +724,8 @@ def _listed(value: Any, where: str) -> Any:
 
 def _no_document(where: str, content: Any) -> UsageError:
     names = [str(name) for name in content] if isinstance(content, (Mapping, list)) else []
-    there = f"; it has {', '.join(names):.200}: name what to read by --columns text=NAME" if names else ""
+    listed = f"{', '.join(names):.200}"
+    there = f"; it has {listed}: name what to read by --columns text=NAME, or leave the file out" if names else ""
     return UsageError(
         f'{where}: a document is {{"text": ...}}, {{"prompt": ..., "completion": ...}}, '
         f'{{"instruction": ..., "output": ...}} or {{"messages": [...]}}{there}'
