@@ -39,13 +39,7 @@ def data() -> None:
 @data.command()
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--output", metavar="FILE", required=True, help="File to write.")
-@click.option(
-    "--tokenizer",
-    metavar="PATH",
-    default=BYTES,
-    show_default=True,
-    help="A model's folder or GGUF file, or tokenizer.json.",
-)
+@click.option("--tokenizer", metavar="PATH", default=BYTES, help="A model's folder or GGUF file, or tokenizer.json.")
 @takes_job("columns", "check", config=False)
 def prepare(paths, output, tokenizer, job) -> None:
     """Encode text files, folders of them, and rows of .jsonl, .json, .csv, .tsv and .parquet files, also compressed
@@ -110,16 +104,14 @@ def _by_file(summary: Sequence[FileSummary]) -> list[str]:
 # --- Documents as the model sees them
 
 _WIDTH = 100  #: characters of a line of tokens
-_MOST_TOKENS = 400  #: of a document that is printed
+_MOST_TOKENS = 400  #: most tokens of a document that is printed
 
 
 @data.command()
 @click.argument("path")
-@click.option("--model", metavar="PATH", default=BYTES, show_default=True, help="As --tokenizer of 'data prepare'.")
-@click.option(
-    "-n", "count", type=WholeRange(1, 100), default=5, show_default=True, help="Documents of each kind, or images."
-)
-@click.option("--output", metavar="FILE", default=SHEET, show_default=True, help="Contact sheet of images to write.")
+@click.option("--model", metavar="PATH", default=BYTES, help="As --tokenizer of 'data prepare'.")
+@click.option("-n", "count", type=WholeRange(1, 100), default=5, help="Documents of each kind, or images.")
+@click.option("--output", metavar="FILE", default=SHEET, help="Contact sheet of images to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print an object a line for each document, with all its tokens.")
 @takes_job("columns", config=False)
 def show(path: str, model: str, count: int, output: str, as_json: bool, job: TrainConfig) -> None:

@@ -39,7 +39,7 @@ from spmd_engine.training.data.token_data import check_digests
     help="A file of text, or of rows, each scored by itself; or the held-out part of a token file.",
 )
 @click.option("--stride", type=WholeRange(min=1), help="Tokens between windows. [default: half the context]")
-@click.option("--batch-size", type=WholeRange(min=1), default=8, show_default=True, help="Windows at a time.")
+@click.option("--batch-size", type=WholeRange(min=1), default=8, help="Windows at a time.")
 @click.option("--json", "as_json", is_flag=True, help="Print an object a line, with each token's log-probability.")
 @takes_job(*SERVED, config=False, help=HELP)
 def eval(run, checkpoint, texts, files, stride, batch_size, as_json, trust_code, job) -> None:

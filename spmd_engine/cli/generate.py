@@ -50,8 +50,8 @@ _SHARE = click.FloatRange(0, 1)
 @click.option("--min-p", type=_SHARE, help="Sample from tokens with this fraction of the largest probability.")
 @click.option("--repetition-penalty", type=click.FloatRange(1e-6, LARGEST), help="Above 1: repeat tokens less.")
 @click.option("--greedy", is_flag=True, help="Take the likeliest token, whatever the model's own configuration says.")
-@click.option("--seed", type=WholeNumber(), default=0, show_default=True, help="Seed of sampling.")
-@click.option("--samples", type=WholeRange(min=1), default=1, show_default=True, help="Texts for each prompt.")
+@click.option("--seed", type=WholeNumber(), default=0, help="Seed of sampling.")
+@click.option("--samples", type=WholeRange(min=1), default=1, help="Texts for each prompt.")
 @click.option("--stop", multiple=True, help="A string that ends a text; may be repeated.")
 @click.option("--ignore-end", is_flag=True, help="Continue when the model would end.")
 @click.option(
@@ -59,7 +59,7 @@ _SHARE = click.FloatRange(0, 1)
     default=None,
     help="Beyond the context, continue from its last half. [default: except for a model by path]",
 )
-@click.option("--batch-size", type=WholeRange(min=1), default=BATCH, show_default=True, help="Texts at a time.")
+@click.option("--batch-size", type=WholeRange(min=1), default=BATCH, help="Texts at a time.")
 @click.option("--log-probs", is_flag=True, help="With --json: the log-probability of each token.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print an object a line for each text, with its tokens and its end."

@@ -229,7 +229,7 @@ class LabelledImages:
     """Images and their classes, by part, the names of the classes, and notes on what is not read."""
 
     parts: Sequence[tuple[ImageFiles, np.ndarray]]  #: with classes int64[n]; a second part is held out
-    names: Sequence[str]  #: of the classes
+    names: Sequence[str]  #: names of the classes
     notes: Sequence[str]
 
 
@@ -418,7 +418,7 @@ class TableLine:
 
     where: str
     path: Path
-    name: str  #: of the class
+    name: str  #: the name of the class
     split: str  #: the name of its part; "" without such a column
 
 

@@ -100,7 +100,7 @@ class ParquetImages:
     """Images[n h w c] and classes int64[n] of some files, by part, of which a second one is held out."""
 
     parts: Sequence[tuple[str, ParquetRows, np.ndarray]]  #: with the name of the first file
-    names: Sequence[str]  #: of the classes; none if the files have numbers only
+    names: Sequence[str]  #: names of the classes; none if the files have numbers only
     notes: Sequence[str]
     files: int
 

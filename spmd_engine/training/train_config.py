@@ -25,9 +25,9 @@ from spmd_engine.models.names import IMAGES
 from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.units import SECONDS
 
-VERSION = 1  #: of the JSON of jobs
+VERSION = 1  #: version of the JSON of jobs
 MOST = 1 << 24  #: samples, and micro-batches: more is a mistake
-LARGEST = 1e30  #: of rates, decays and limits
+LARGEST = 1e30  #: the largest rate, decay or limit
 AUGMENT = ("none", "shift", "shift-flip")  #: how training images may change at random
 
 
@@ -130,7 +130,7 @@ class CorpusFacts(Configuration):
     """The files of a corpus: equal for equal data."""
 
     files: int = setting(0, least=0)  #: their number
-    sha256: str = ""  #: of their names, sizes and contents, in hexadecimal digits
+    sha256: str = ""  #: digest of their names, sizes and contents, in hexadecimal digits
 
 
 @dataclass(frozen=True)

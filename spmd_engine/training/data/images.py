@@ -62,7 +62,7 @@ class ImageSource:
     y: np.ndarray  #: int64: the class of each image of all parts, from 0
     held_out: np.ndarray  #: numbers of the images for validation
     files: int
-    names: Sequence[str] = ()  #: of the classes, if they have any
+    names: Sequence[str] = ()  #: names of the classes, if they have any
     notes: Sequence[str] = ()  #: what is not read
 
 
@@ -245,7 +245,7 @@ def _check_classes(where: str, images: int, y: np.ndarray, before: list[np.ndarr
 # --- Training images, shared among the ranks, which read only their own samples
 
 
-_MOST_BYTES = 1 << 24  # of images that the digest reads at once
+_MOST_BYTES = 1 << 24  # size of the images that the digest reads at once
 
 
 class ImageRows:
@@ -279,8 +279,8 @@ class Images:
     y: np.ndarray  #: int64[n]
     held_out: np.ndarray  #: numbers of the images for validation
     files: int
-    sha256: str  #: of pixels, classes, and held-out numbers: equal for equal images in another format
-    names: Sequence[str] = ()  #: of the classes, if they have any
+    sha256: str  #: digest of pixels, classes and held-out numbers: equal for equal images in another format
+    names: Sequence[str] = ()  #: names of the classes, if they have any
     notes: Sequence[str] = ()  #: what is not read
 
     @property
