@@ -102,6 +102,9 @@ def test_zstd_is_unpacked_and_a_truncated_file_is_refused(tmp_path):
     assert texts_of(write(tmp_path, "x.txt.zst", packed)) == [lines(ROWS)]
     with pytest.raises(UsageError, match=r"y\.jsonl\.zst cannot be read"):
         read(write(tmp_path, "y.jsonl.zst", packed[:-9]))
+    for name in ("z.txt.ZST", "z.parquet", "z.csv.gz"):
+        with pytest.raises(UsageError, match=rf"{name} is empty, and no \.\w+ file"):
+            read(write(tmp_path, name, ""))
 
 
 def test_a_truncated_gzip_file_is_refused(tmp_path):

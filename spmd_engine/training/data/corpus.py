@@ -109,14 +109,14 @@ def _contents(
 ) -> Iterator[tuple[str, bytes]]:
     """The file and the UTF-8 of each document; ``left_out`` gets the numbers of the other rows, by the reason, and
     ``unread`` the names of what else rows have."""
-    from spmd_engine.formats.text_documents import documents  # which Python's own source does not need
+    from spmd_engine.formats.text_documents import documents, find_files  # which Python's own source does not need
 
     for file in files:
-        size = os.path.getsize(file)
+        ((_, size),) = found = find_files([file])
         if not size:
             yield file, b""
             continue
-        for document in documents([(file, size)], 0, size, size, columns):
+        for document in documents(found, 0, size, size, columns):
             if not document.is_text:
                 raise UsageError(
                     f"--data {document.where}: an instruction, of which only the answer is learnt; encode it first: "
