@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -47,6 +48,8 @@ class ImageKind:
 def _open_picture(source: Any) -> Any:
     """An image of Pillow, which reads its pixels later. Raises UsageError without Pillow, and Pillow's errors."""
     pillow = library("PIL.Image", "images in files need Pillow", "images")
+    # Its warnings come beside our error, or where only what is not read is damaged.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
         return pillow.open(source, formats=PICTURES)
     except pillow.UnidentifiedImageError:

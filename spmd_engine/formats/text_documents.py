@@ -91,7 +91,7 @@ class Document(NamedTuple):
 def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
     """The files at ``paths`` and in folders there, sorted, with their sizes; without hidden and compiled files.
 
-    Raises UsageError for a path that does not exist.
+    Raises UsageError for a path that does not exist, and for an empty file of a format with a header.
     """
     files = []
     for path in map(Path, paths):
@@ -100,7 +100,9 @@ def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
             hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
             if file.is_file() and not hidden:
-                files.append((str(file), file.stat().st_size))
+                files.append((str(file), size := file.stat().st_size))
+                if not size and (file.suffix.lower() in _UNPACK or format_name(file.name) == PARQUET):
+                    raise UsageError(f"{file} is empty, and no {file.suffix} file: fetch it again, or leave it out")
     return files
 
 
@@ -478,7 +480,8 @@ def _table(file: Any, name: str, columns: Columns | None) -> Rows:
     head = file.peek(_SAMPLE)[:_SAMPLE].partition(b"\n")[0]
     separator = "\t" if ".tsv" in _endings(name) else max(",;\t|", key=lambda mark: head.count(mark.encode()))
     csv.field_size_limit(MOST_BYTES)
-    lines = csv.reader(io.TextIOWrapper(file, "utf-8", newline="\n"), delimiter=separator, strict=True)
+    content = io.TextIOWrapper(file, "utf-8", newline="\n")
+    lines = csv.reader(content, delimiter=separator, strict=True)
     names: list[str] = []
     text: int | None = None
     try:
@@ -498,6 +501,8 @@ def _table(file: Any, name: str, columns: Columns | None) -> Rows:
                 yield where, row[text]
     except csv.Error as error:
         raise UsageError(f"{name}, line {lines.line_num}: {error}") from None
+    finally:
+        content.detach()
 
 
 def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
@@ -724,7 +729,8 @@ def _listed(value: Any, where: str) -> Any:
 
 def _no_document(where: str, content: Any) -> UsageError:
     names = [str(name) for name in content] if isinstance(content, (Mapping, list)) else []
-    there = f"; it has {', '.join(names):.200}: name what to read by --columns text=NAME" if names else ""
+    listed = f"{', '.join(names):.200}"
+    there = f"; it has {listed}: name what to read by --columns text=NAME, or leave the file out" if names else ""
     return UsageError(
         f'{where}: a document is {{"text": ...}}, {{"prompt": ..., "completion": ...}}, '
         f'{{"instruction": ..., "output": ...}} or {{"messages": [...]}}{there}'

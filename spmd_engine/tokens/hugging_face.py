@@ -110,6 +110,8 @@ class JsonTokenizer(Tokenizer):
     def piece(self, token: int) -> str:
         named = self._inner.id_to_token(token) or f"<{token}>"
         text = self._inner.decode([token], skip_special_tokens=False)
+        if BROKEN in text and all(letter in _BYTES for letter in named):
+            return "".join(f"<0x{_BYTES[letter]:02X}>" for letter in named)
         return named if not text or BROKEN in text or SPACE in named else text
 
     def is_special(self, token: int) -> bool:
@@ -125,6 +127,16 @@ class JsonTokenizer(Tokenizer):
 
     def encode_long(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
         return encode_long(self._inner, codecs.iterdecode(chunks, "utf-8", "replace"))
+
+
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+#: The bytes of the letters of byte-level vocabularies: a byte that is printed is its own letter (as in GPT-2's code).
+_BYTES = {
+    chr(letter): byte
+    for letter, byte in zip(
+        [*_PRINTED, *range(256, 324)], [*_PRINTED, *sorted({*range(256)} - {*_PRINTED})], strict=True
+    )
+}
 
 
 def _parse(text: str, where: str) -> Any:
