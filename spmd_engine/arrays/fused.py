@@ -1,6 +1,6 @@
 """``@fused``: a function that NumPy computes in pieces, unless a backend has a kernel for it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from inspect import signature
 from math import prod
@@ -9,7 +9,7 @@ from typing import Any
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
-from spmd_engine.arrays.precision import accumulated_in, is_half, rounded, widened
+from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, rounded, widened
 
 
 def kernels_for(x: Array, kind: str = "kernels", name: str = "") -> Any:
@@ -18,8 +18,17 @@ def kernels_for(x: Array, kind: str = "kernels", name: str = "") -> Any:
     They take 16-bit floats for the functions, by ``name``, that widen and round them in one pass with the computation.
     """
     kernels = getattr(backend_of(x), kind)
-    emulated = is_half(x.dtype) and accumulated_in(x.dtype).itemsize > 4
-    return None if kernels is None or emulated or not kernels.takes(x, name) else kernels
+    if kernels is None or not kernels.takes(x, name):
+        return None
+    emulated = x.dtype in HALF_DTYPES and accumulated_in(x.dtype).itemsize > 4
+    return None if emulated else kernels
+
+
+def fastest(function: Callable, x: Array) -> Callable:
+    """The kernel with the name of ``function`` for arrays such as ``x``, or ``function`` if there is none: a choice for
+    all calls of a loop."""
+    kernels = kernels_for(x)
+    return function if kernels is None else getattr(kernels, function.__name__)
 
 
 def fused(function: Callable) -> Callable:
@@ -66,7 +75,7 @@ def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
 
     @wraps(function)
     def run(x: Array, *others, **options):
-        if not is_half(x.dtype):
+        if x.dtype not in HALF_DTYPES:
             return compute(x, *others, **options)
         if kind and (kernels := kernels_for(x, kind, name)) is not None:
             pairs = zip((x, *others), names, strict=False)
@@ -150,15 +159,16 @@ def chunks(x: Array, elements: int = CACHE_ELEMENTS) -> Iterator[slice]:
         yield slice(start, min(start + step, length))
 
 
-def alike(numbers: range, x: Array, *, last: bool = False) -> Iterator[int]:
-    """The numbers of a loop that does the same work in each iteration, on parts of ``x`` of equal size.
+def alike(parts: Sequence[Any], x: Array, *, last: bool = False) -> Iterable[Any]:
+    """The numbers or parts of a loop that does the same work in each iteration, on parts of ``x`` of equal size.
 
     If ``x`` is a meta array, only the first iteration runs, and counts for all; with ``last``, the last one runs, too.
     """
-    if not isinstance(x, ShapedArray) or len(numbers) < 3:
-        yield from numbers
-        return
-    with meter().repeated(len(numbers) - last):
-        yield numbers[0]
+    return _first_for_all(parts, last) if isinstance(x, ShapedArray) and len(parts) > 2 else parts
+
+
+def _first_for_all(parts: Sequence[Any], last: bool) -> Iterator[Any]:
+    with meter().repeated(len(parts) - last):
+        yield parts[0]
     if last:
-        yield numbers[-1]
+        yield parts[-1]

@@ -9,7 +9,7 @@ import click
 
 from spmd_engine.errors import one_of
 
-FILE = click.Path(dir_okay=False, path_type=Path)  #: of an option that names a file to write
+FILE = click.Path(dir_okay=False, path_type=Path)  #: the type of an option that names a file to write
 
 
 class Choice(click.Choice):

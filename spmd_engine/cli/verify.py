@@ -41,12 +41,12 @@ LENGTH = 32  #: positions of a sample, by default
 #: Options of the job that do not go with a page of strategies/ or an engine of the user.
 OF_MODELS = ("model", "images", "dropout", "precision", "device", "transport", "mixture", "lora", "composition")
 OF_OWN = ("input_shape", "tokens", "classes")  # for an engine of the user only
-WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
+WIDTH, HIDDEN, HEADS = 24, 54, 6  # sizes of the small models of strategies/
 
 
 @click.command(cls=LongCommand, short_help="Compare a sharded engine with one device.")
 @click.argument("engine", metavar="[MODULE:NAME|FILE.py:NAME]", required=False)
-@click.option("--steps", type=WholeRange(min=1), default=3, show_default=True, help="Optimizer steps.")
+@click.option("--steps", type=WholeRange(min=1), default=3, help="Optimizer steps.")
 @click.option(
     "--tolerance",
     type=click.FloatRange(0, min_open=True),

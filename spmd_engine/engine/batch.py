@@ -29,7 +29,7 @@ class MicroBatch:
     samples: Array | None = None  #: index in the global batch of each sample (row)
     mask: Array | None = None  #: like targets; 0 where a target does not count
     documents: Documents | None = None  #: in each sample, if attention must not cross them
-    length: int | None = None  #: of the whole second dim of the inputs, which may be sharded
+    length: int | None = None  #: length of the whole second dim of the inputs, which may be sharded
 
     def on(self, backend: Backend) -> MicroBatch:
         """The same with inputs, targets and mask on a device."""
@@ -133,7 +133,7 @@ class Evaluation:
 
     loss: float  #: the mean over the targets that count
     metrics: Mapping[str, float]  #: the fraction of those targets that satisfy each: {"accuracy": 0.98}
-    count: float  #: of those targets: of the numbers compared, not of samples
+    count: float  #: number of those targets: of the numbers compared, not of samples
 
 
 def value_and_gradient(loss: Callable[..., Any], outputs: Array, targets: Array, **options: Any) -> tuple[float, Any]:

@@ -20,14 +20,14 @@ VARIABLES = (*THREADS, "SPMD_FAST", "SPMD_FLASH_ATTENTION", "SPMD_CUDA_AWARE", "
 
 def environment() -> dict[str, str]:
     """The environment of this process, by name. Nothing is imported for it."""
-    found = {"command": _command(), "host": platform.node(), "processor": processor()}
-    found["cores"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
-    found |= {name: value for name, value in sorted(os.environ.items()) if name in VARIABLES}
-    found |= {"system": platform.platform(), "python": platform.python_version()}
-    found |= installed_versions(PACKAGES)
+    facts = {"command": _command(), "host": platform.node(), "processor": processor()}
+    facts["cores"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
+    facts |= {name: value for name, value in sorted(os.environ.items()) if name in VARIABLES}
+    facts |= {"system": platform.platform(), "python": platform.python_version()}
+    facts |= installed_versions(PACKAGES)
     if mpi := sys.modules.get("mpi4py.MPI"):
-        found["MPI library"] = " ".join(mpi.Get_library_version().split("\n")[0].strip("\0").split())
-    return found
+        facts["MPI library"] = " ".join(mpi.Get_library_version().split("\n")[0].strip("\0").split())
+    return facts
 
 
 def installed_versions(packages: Sequence[str]) -> dict[str, str]:

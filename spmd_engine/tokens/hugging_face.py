@@ -180,15 +180,17 @@ def read_tokenizer(path: str | Path) -> JsonTokenizer:
         named = _object(file.with_name(SPECIAL)).items()
         config = {**config, **{name: value for name, value in named if name.endswith("_token") and _content(value)}}
         texts[CONFIG] = json.dumps(config)
-    usual = _usual(file.parent, config)
+    described = {name: _object(file.with_name(name)) for name in ("generation_config.json", "config.json")}
+    kind = config.get("tokenizer_class") or CLASSES.get(str(described["config.json"].get("model_type")))
+    kind = str(kind).removesuffix("Fast")  # the class of transformers that reads it
+    usual = _usual(kind, config, described.values())
     if file.is_file():
         return tokenizer_of(texts | {TOKENIZER: _text(file)}, str(file), usual)
     parts = [file.with_name(name) for name in (VOCABULARY, MERGES)]
-    kind = _class_of(file.parent, config)
     if kind != "GPT2Tokenizer" or not all(part.is_file() for part in parts):
         raise UsageError(f"{file}: no such file; a model's folder has its tokenizer there{remedy(file.parent)}")
-    described = {**{name: text for name, text in usual.items() if isinstance(text, str)}, **config}
-    text = byte_level_json(_text(parts[0]), _text(parts[1]), described, tokenizers_library(), str(file.parent))
+    named = {**{name: text for name, text in usual.items() if isinstance(text, str)}, **config}
+    text = byte_level_json(_text(parts[0]), _text(parts[1]), named, tokenizers_library(), str(file.parent))
     return tokenizer_of(texts | {TOKENIZER: text}, str(file.parent), usual)
 
 
@@ -201,24 +203,19 @@ def tokenizer_of(files: Mapping[str, str], where: str, usual: Mapping[str, str |
     return JsonTokenizer(files[TOKENIZER], where, chat_template=chat, special=special, around=around, usual=usual)
 
 
-def _usual(folder: Path, config: Mapping[str, Any]) -> dict[str, str | int]:
-    """The special tokens of a folder that its ``tokenizer_config.json`` does not name."""
+def _usual(kind: str, config: Mapping[str, Any], described: Iterable[Mapping[str, Any]]) -> dict[str, str | int]:
+    """The special tokens of a class that ``config`` does not name; the model's configurations in ``described`` may name
+    the end token, too."""
     found: dict[str, str | int] = {}
-    for name, text in USUAL.get(_class_of(folder, config), {}).items():
+    for name, text in USUAL.get(kind, {}).items():
         if name not in config:
             found[name] = text
-    for file in ("generation_config.json", "config.json"):
-        ends = _object(folder / file).get("eos_token_id")
+    for content in described:
+        ends = content.get("eos_token_id")
         number = ends[0] if isinstance(ends, list) and ends else ends
         if type(number) is int and number >= 0:
             found.setdefault("eos_token", number)
     return found
-
-
-def _class_of(folder: Path, config: Mapping[str, Any]) -> str:
-    """The class of transformers that reads a folder's tokenizer, without its ending ``Fast``."""
-    name = config.get("tokenizer_class") or CLASSES.get(str(_object(folder / "config.json").get("model_type")))
-    return str(name).removesuffix("Fast")
 
 
 def _object(file: Path) -> Mapping[str, Any]:

@@ -45,20 +45,20 @@ class StepReport:
 
     step: int  #: from 1
     loss: float  #: mean over the global batch, before the update
-    grad_norm: float  #: of the whole gradient, before clipping
+    grad_norm: float  #: norm of the whole gradient, before clipping
     learning_rate: float
     tokens: int  #: targets of the global batch that count
     seconds: float
     tokens_per_second: float
-    metrics: Mapping[str, float] | None = None  #: of the batch, before the update: by name, as ``Evaluation`` has them
+    metrics: Mapping[str, float] | None = None  #: those of the batch, before the update, as ``Evaluation`` has them
     bytes_sent: int | None = None  #: by all ranks, from the ledger
     exposed_communication: float | None = None  #: seconds of a rank in collectives, mean over ranks
     gigabytes_per_second: dict[str, float] | None = None  #: by mesh axis: sent by all, by their seconds
-    shares: list[list[float]] | None = None  #: of the step, by rank: computing, communicating, and idle
+    shares: list[list[float]] | None = None  #: shares of the step, by rank: computing, communicating, and idle
     cpu_seconds: list[float] | None = None  #: by rank: of its process; with the waits for other ranks, which may spin
     private_bytes: list[int] | None = None  #: by rank: memory of its process, without pages that it shares with others
-    side_outputs: dict[str, Any] | None = None  #: of layers, by name: auxiliary losses, counts
-    predicted: dict[str, Any] | None = None  #: of the first step: the prediction of ``analyze``, and the measurement
+    side_outputs: dict[str, Any] | None = None  #: those of layers, by name: auxiliary losses, counts
+    predicted: dict[str, Any] | None = None  #: in the first step: the prediction of ``analyze``, and the measurement
     loss_scale: float | None = None  #: with float16: the factor of the gradients in this step
     skipped: str | None = None  #: why nothing was updated: the value that is not finite, and its ranks
     validation_loss: float | None = None

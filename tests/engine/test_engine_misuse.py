@@ -8,6 +8,7 @@ from spmd_engine.checkpoints import save_checkpoint
 from spmd_engine.engine import SGD, AdamW, LayeredEngine, ShardedEngine
 from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
 from spmd_engine.engine.distributed import make_engine
+from spmd_engine.engine.optimizers import WarmupCosine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Attention, LayerNorm, Residual
 from spmd_engine.losses import cross_entropy
@@ -468,6 +469,14 @@ OF_WRONG_TYPES = {
     "grad_clip is a str; give a number": lambda: losses(grad_clip="1"),
     r"Trainer.run\('3'\): give the number of steps": lambda: Trainer(own(), SGD(), None, None).run("3"),
     "SGD: momentum is '0.9'; give a number": lambda: SGD("0.9"),
+    "SGD: momentum is nan; give a finite number from 0 on": lambda: SGD(float("nan")),
+    "WarmupCosine: peak is '1'; give a number": lambda: WarmupCosine("1", 10),
+    "LayeredEngine: dtype is <class 'numpy.int32'>; there are: float32": lambda: LayeredEngine(
+        two_layers(2, 3), dtype=np.int32
+    ),
+    "LayeredEngine: dtype is 'float31'; did you mean 'float32'": lambda: LayeredEngine(
+        two_layers(2, 3), dtype="float31"
+    ),
     "AdamW: betas is 0.9; give two numbers": lambda: AdamW(betas=0.9),
     r"block\('w', ...\): a list of 1 is no array": lambda: own().load_checkpoint({"w": [[1.0]]}),
     "lacks backward, forward, load_checkpoint: define": lambda: make_engine(ShardedEngine, Mesh()),

@@ -155,7 +155,7 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
     ("row", "expected"),
     [
         ({"text": "a"}, {"text": "a"}),
-        ({"content": "a", "id": 3}, {"text": "a"}),
+        ({"content": "a", "id": 3}, {"text": "a", "unread": ("id",)}),
         ({"prompt": "a", "completion": "b"}, {"prompt": "a", "text": "b"}),
         ({"question": "a", "answer": "b"}, {"prompt": "a", "text": "b"}),
         ({"instruction": "a", "input": "", "output": "b"}, {"prompt": "a", "text": "b", "is_instruction": True}),
@@ -168,6 +168,11 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
         ({"text": "", "messages": CHAT}, {"messages": CHAT}),
         ({"text": "a", "messages": CHAT}, {"messages": CHAT, "notice": "text beside messages, not read"}),
         ({"messages": json.dumps(CHAT)}, {"messages": CHAT}),
+        (
+            {"context": "c", "question": "a", "answer": "b"},
+            {"prompt": "a", "text": "b", "notice": "input beside prompt, not read"},
+        ),
+        ("a text", {"text": "a text"}),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, {"messages": CHAT}),
         ({"messages": CHAT, "tools": [{"name": "f"}]}, {"messages": CHAT, "tools": [{"name": "f"}]}),
         (
@@ -196,6 +201,8 @@ def test_a_row_is_a_document_by_the_usual_names(tmp_path, row, expected):
     [
         ("x.jsonl", '{"a": 1}\n', 'at byte 0: a document is {"text": ...}.*it has a: name what to read by --columns'),
         ("x.jsonl", "[1]\n", "a document is"),
+        ("x.jsonl", '{"text": "a"}\nnull\n', "at byte 14: a document is"),
+        ("x.json", '[{"text": "a"}, null]', "item 2: a document is"),
         ("x.jsonl", '{"messages": [{"content": "a"}]}', "one there has no role"),
         (
             "x.jsonl",

@@ -123,7 +123,7 @@ def test_what_ends_an_answer_in_training_ends_it_in_a_chat(tmp_path):
     assert ended != tokenizer.end and tokenizer.turn_ends == [ended]
 
 
-def test_a_tokenizer_of_the_user_s_own_encodes_texts_but_no_instructions():
+def test_a_tokenizer_of_the_user_s_own_encodes_instructions_if_its_pieces_are_the_text():
     class Letters(Tokenizer):
         vocabulary = 256
 
@@ -134,5 +134,8 @@ def test_a_tokenizer_of_the_user_s_own_encodes_texts_but_no_instructions():
             return "".join(map(chr, tokens))
 
     assert encode_text(Letters(), "ab").tokens == [97, 98] and Letters().piece(97) == "a"
+    pair = encode_pair(Letters(), "ab", "c")
+    assert (pair.tokens, pair.learnt.tolist()) == ([97, 98, 99], [0, 0, 1])
+    Letters.decode = lambda self, tokens: "".join(map(chr, tokens)).upper()
     with pytest.raises(UsageError, match="Letters has no encode_places"):
         encode_pair(Letters(), "a", "b")

@@ -231,9 +231,9 @@ Arrays = Mapping[str, Array]
 class Copies:
     """What a rank has of the arrays of its next placement, in addition to those of the present one."""
 
-    placements: Placements  #: of all ranks: of state (True), and of parameters and buffers (False)
+    placements: Placements  #: on all ranks: of state (True), and of parameters and buffers (False)
     model: Blocks  #: parameters and buffers
-    state: Mapping[str, Blocks]  #: of the optimizer, by kind
+    state: Mapping[str, Blocks]  #: the optimizer's, by kind
 
     def of(self, kind: str | None) -> Blocks:
         """The copies of a kind of state, or of the model."""

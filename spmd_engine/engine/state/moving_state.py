@@ -16,7 +16,7 @@ from spmd_engine.sharding.transfer import plan_transfer
 if TYPE_CHECKING:
     from spmd_engine.engine.layered import LayeredEngine
 
-Parts = Mapping[str, tuple[Rectangle, Array]]  #: of whole arrays, by name: one part of an array at most
+Parts = Mapping[str, tuple[Rectangle, Array]]  #: parts of whole arrays, by name: one part of an array at most
 
 
 class MovingState(Protocol):

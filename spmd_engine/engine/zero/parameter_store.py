@@ -57,7 +57,7 @@ class ParameterStore:
     ) -> None:
         self.described, self.assignment, self._mesh, self._layout = described, assignment, mesh, layout
         self.feeds_back = compression(storage.compress).feeds_back  #: whether steps leave residues for the next
-        tables = [storage.table(mesh.axes, g.summed.cut, dtype, trained=trained) for g in assignment.groups]
+        tables = [storage.table(mesh.axes, g.summed.sharded, dtype, trained=trained) for g in assignment.groups]
 
         def open_places() -> ArrayPlaces:
             _check_share(assignment, tables, mesh, storage, dtype, backend)
@@ -93,7 +93,7 @@ class ParameterStore:
             lambda s: {member.name: (s, member) for member in s.group.members}
         )
         self.placements: dict[bool, Placement] = {}  #: what ranks own (True) or store (False), once known
-        self._sharded_axes = {member.name: member.summed.cut for member in assignment.members}
+        self._sharded_axes = {member.name: member.summed.sharded for member in assignment.members}
         self._places: dict[str, Place] = {}  # cache: the place of a member in segments
         self._blocks: dict[tuple[str, tuple[int, ...]], Index] = {}  # cache: by letters and whole shape
 
@@ -199,14 +199,14 @@ def _check_share(
     without an error message.
     """
     zero, groups = storage.stage(mesh.axes), assignment.groups
-    in_parts = zero and any(group.summed.cut for group in groups)
+    in_parts = zero and any(group.summed.sharded for group in groups)
     if in_parts and not compression(storage.compress).in_parts:
         raise UsageError(f"compression {storage.compress!r} needs whole gradients on every rank, not parts (ZeRO)")
     if "parameters" in storage.places.kinds and in_parts and zero < 3:
         raise UsageError(f"--offload parameters with --zero {zero}: every rank holds them whole; choose --zero 3")
     if not isinstance(backend.empty(0, dtype), np.ndarray):  # on a device, or meta arrays
         return
-    parts = [group.size // mesh.axis_size(group.summed.cut) for group in groups]
+    parts = [group.size // mesh.axis_size(group.summed.sharded) for group in groups]
     held = [table.bytes_by_class(group.size, part) for group, table, part in zip(groups, tables, parts, strict=True)]
     needed = sum(by_class["parameters"] for by_class in held)
     if needed > memory_here():
@@ -255,7 +255,7 @@ class FrozenStore:
         self, model: Model, assignment: Assignment, mesh: Mesh, layout: Layout, dtype: np.dtype, backend: Backend
     ) -> None:
         self.storages = [
-            GroupStorage(group, mesh, array_table(3, group.summed.cut, dtype, trained=False), backend)
+            GroupStorage(group, mesh, array_table(3, group.summed.sharded, dtype, trained=False), backend)
             for group in assignment.frozen
         ]
         self.arrays: dict[str, Array] = {}

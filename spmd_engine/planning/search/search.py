@@ -128,7 +128,7 @@ LIMITS = tuple(limit.name for limit in fields(Limits))
 
 SHOWN_PLANS = 5  #: the best plans that a search keeps
 SEARCH_SHARE = 0.75  #: share of its budget after which a search ends that has found a plan
-FRONT_ESTIMATES = 100  #: of further plans on the Pareto front, at most
+FRONT_ESTIMATES = 100  #: most estimates of further plans on the Pareto front
 
 
 @dataclass(frozen=True)

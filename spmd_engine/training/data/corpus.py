@@ -48,19 +48,21 @@ class Corpus:
         return TokenWindows(self, length, seed=seed)
 
 
-def load_corpus(group: Group, path: str | None, context: int) -> Corpus:
+def load_corpus(group: Group, path: str | None, context: int, columns: Mapping[str, str] | None = None) -> Corpus:
     """Read the files on rank 0 and share their tokens with all ranks, in one array for each node.
 
-    ``path`` is a file or a folder; None means the standard library. Raises UsageError on every rank if it is
-    missing, empty, or too short for one context in either part.
+    ``path`` is a file or a folder; None means the standard library. ``columns`` names what to read in rows.
+    Raises UsageError on every rank if it is missing, empty, or too short for one context in either part.
     """
-    read = on_rank_zero(group, lambda: _read(path, context))
+    read = on_rank_zero(group, lambda: _read(path, context, columns))
     train_size, facts = json_from_rank_zero(group, lambda: read[1:] if read else None)
     tokens = share_array(group, read[0] if read else None, dtype=np.uint16, label="corpus")
     return Corpus(tokens[:train_size], tokens[train_size:], **facts)
 
 
-def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+def _read(
+    path: str | None, context: int, columns: Mapping[str, str] | None
+) -> tuple[list[np.ndarray], int, dict[str, Any]]:
     """Bytes and end of each document, training documents first; tokens for training; and facts of a ``Corpus``."""
     if path == "":
         raise UsageError("--data is empty: name a file or a folder, or leave the option out")
@@ -73,7 +75,9 @@ def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, dict[s
     digest, end, left_out = hashlib.sha256(), np.array([END_OF_FILE], np.uint16), Counter[str]()
     train: list[np.ndarray] = []
     validation: list[np.ndarray] = []
-    contents = [(file, Path(file).read_bytes()) for file in files] if path is None else [*_contents(files, left_out)]
+    contents = (
+        [(file, Path(file).read_bytes()) for file in files] if path is None else [*_contents(files, left_out, columns)]
+    )
     for number, (file, content) in enumerate(contents):
         name = os.fsencode(file[len(root) :].lstrip(os.sep) or ".")
         digest.update(b"%s\0%d\0" % (name, len(content)))
@@ -95,7 +99,9 @@ def _read(path: str | None, context: int) -> tuple[list[np.ndarray], int, dict[s
     return [*train, *validation], train_size, facts
 
 
-def _contents(files: Sequence[str], left_out: Counter[str]) -> Iterator[tuple[str, bytes]]:
+def _contents(
+    files: Sequence[str], left_out: Counter[str], columns: Mapping[str, str] | None
+) -> Iterator[tuple[str, bytes]]:
     """The file and the UTF-8 of each document; ``left_out`` gets the numbers of the other rows, by the reason."""
     from spmd_engine.formats.text_documents import documents  # which Python's own source does not need
 
@@ -104,7 +110,7 @@ def _contents(files: Sequence[str], left_out: Counter[str]) -> Iterator[tuple[st
         if not size:
             yield file, b""
             continue
-        for document in documents([(file, size)], 0, size, size):
+        for document in documents([(file, size)], 0, size, size, columns):
             if not document.is_text:
                 raise UsageError(
                     f"--data {document.where}: an instruction, of which only the answer is learnt; encode it first: "

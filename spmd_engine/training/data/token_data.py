@@ -155,10 +155,10 @@ class Packed:
     A piece of n + 1 tokens fills n positions: each predicts the next, and none predicts what comes after the piece.
     """
 
-    begins: np.ndarray  #: of each piece, in tokens of the corpus
+    begins: np.ndarray  #: where each piece begins, in tokens of the corpus
     counts: np.ndarray  #: positions that it fills
     first: np.ndarray  #: [rows + 1]: the first piece of each row
-    length: int  #: of a row
+    length: int  #: positions of a row
     targets: np.ndarray  #: of each piece: its positions that count in the loss
     left_out: int = 0  #: documents that teach nothing
 
