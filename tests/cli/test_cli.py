@@ -141,7 +141,7 @@ def test_resume_keeps_the_composition_that_fits_the_new_mesh(virtual, here, tmp_
         return json.loads((tmp_path / "runs" / "r" / "config.json").read_text())["composition"]
 
     compose = ["--zero", "3", "--schedule", "interleaved", "--chunks", "3", "--group-cap", "100000"]
-    short = ["--steps", "1", "--decay-steps", "2", "--batch-size", "2", "--length", "8", *QUIET, *TEXT]
+    short = ["--model", "deep-mlp", "--steps", "1", "--decay-steps", "2", "--batch-size", "2", *QUIET, *TEXT]
     virtual(2, "train", "--mesh", "pipe=2", *compose, "--run", "r", *short)
     resume = ["--resume", "--run", "r", "--steps", "2", "--stages", "cost"]
     errors = virtual(4, "train", "--mesh", "data=2,pipe=2", *resume).err
@@ -324,7 +324,7 @@ def test_help_tells_every_command(here):
 
 
 def test_a_run_broken_off_and_resumed_is_the_run_that_was_not(several, here, tmp_path):
-    common = ["--steps", "4", "--batch-size", "2", "--length", "8", "--dtype", "float64", "--warmup", "2"]
+    common = ["--model", "two-layers", "--steps", "4", "--batch-size", "2", "--dtype", "float64", "--warmup", "2"]
     common += [*QUIET, *TEXT]
     here("train", *common, "--run", "whole")
     begins = ["train", *common, "--stop-at", "2", "--run", "parts"]
