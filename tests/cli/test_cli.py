@@ -141,7 +141,7 @@ def test_resume_keeps_the_composition_that_fits_the_new_mesh(virtual, here, tmp_
         return json.loads((tmp_path / "runs" / "r" / "config.json").read_text())["composition"]
 
     compose = ["--zero", "3", "--schedule", "interleaved", "--chunks", "3", "--group-cap", "100000"]
-    short = ["--model", "deep-mlp", "--steps", "1", "--decay-steps", "2", "--batch-size", "2", *QUIET, *TEXT]
+    short = ["--steps", "1", "--decay-steps", "2", "--batch-size", "2", "--length", "8", *QUIET, *TEXT]
     virtual(2, "train", "--mesh", "pipe=2", *compose, "--run", "r", *short)
     resume = ["--resume", "--run", "r", "--steps", "2", "--stages", "cost"]
     errors = virtual(4, "train", "--mesh", "data=2,pipe=2", *resume).err

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spmd_engine.checkpoints.hf.weights import Pretrained
+from spmd_engine.formats.gguf import BlockedTensor
 from support.command_line import QUIET, TEXT
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -99,6 +101,17 @@ def test_a_model_is_converted_without_a_run(here, tmp_path):
     assert code == 2 and "llama.gguf is there already" in error
     code, _, error = here("checkpoint", "convert", "nowhere", "x.gguf")
     assert code == 2 and "nowhere is no model" in error
+
+
+def test_blocks_of_a_gguf_file_are_unpacked_into_a_folder(here, tmp_path):
+    file = FOLDERS.parent / "gguf" / "llama.gguf"
+    code, _, error = here("checkpoint", "convert", str(file), "unpacked", "--dtype", "float32")
+    assert code == 0, error
+    packed, unpacked = Pretrained(file), Pretrained(tmp_path / "unpacked")
+    assert any(isinstance(each.tensor, BlockedTensor) for each in packed.filled.values())
+    assert packed.filled.keys() == unpacked.filled.keys()
+    for name in packed.filled:
+        np.testing.assert_array_equal(packed[name][...], unpacked[name][...])
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Live migration: the steps go on during the copy, no bit of a result changes, and a failure leaves the old shape."""
 
+import json
 import os
 import signal
 import tempfile
@@ -247,6 +248,42 @@ def test_by_a_checkpoint(tmp_path):
     assert saved.everything(tmp_path / "checkpoint-based") == saved.everything(tmp_path / "stop-and-copy")
 
 
+# --- what is announced
+
+
+def test_the_announced_seconds_follow_from_the_measured_speed(tmp_path, monkeypatch):
+    """At this speed one portion after each step fits into its share: as many steps as portions, and their copy."""
+    case, speed = CASES["a stage to an idle rank"], 1e9
+
+    def learn(live, ranks):
+        live.rate = speed
+
+    monkeypatch.setattr(LiveMigration, "_learn_speed", learn)
+    monkeypatch.setattr(migration, "SHARE", 0.0)
+    job = config(case.seed, tmp_path, **case.begins)
+    run_threads(lambda: migrated(case, job, tmp_path / "run", 3, "live"), case.ranks)
+    (plan,) = events(tmp_path / "run", "migrating")
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (step,) = (line["seconds"] for line in lines if line["step"] == 3)
+    assert plan["seconds"] == pytest.approx(PORTIONS * step, abs=1e-3)
+
+
+@pytest.mark.parametrize("protocol, label", [("stop-and-copy", "reshard"), ("live", "migration: copy")])
+def test_a_dry_run_moves_nothing_and_tells_what_a_protocol_will_move(tmp_path, protocol, label):
+    case = CASES["all to other axes, ZeRO-3 to 2"]
+    change = ShapeRequest(**case.request, protocol=protocol)
+    requests = {1: replace(change, dry_run=True, id="mine"), 2: change}
+    job = config(case.seed, tmp_path, **case.begins)
+    runs = run_threads(lambda: train(job, tmp_path / "run", propose=requests.get), 4, nodes=list(case.nodes))
+    (told,), (done,) = events(tmp_path / "run", "estimated"), events(tmp_path / "run", "reshaped")
+    assert (told["step"], told["request"], told["from"], told["to"]) == (1, "mine", done["before"], done["after"])
+    sent = sum(bytes_sent(run.engine.mesh.ledger, label) for run in runs)
+    assert sent == told["protocols"][protocol]["bytes"] == sum(told["protocols"][protocol]["moves"].values()) > 0
+    assert 0 < told["protocols"]["checkpoint-based"]["saved"] <= told["protocols"]["checkpoint-based"]["loaded"]
+    assert all(0 < each["stops"] <= each["seconds"] for each in told["protocols"].values())
+    assert done["step"] == (2 + PORTIONS if protocol == "live" else 2)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed, nodes", [(3, "abab"), (8, "abab"), (1, "aabb"), (2, "aaaa"), (0, "abab"), (7, "abab")])
 def test_ten_live_changes_change_no_result(tmp_path, monkeypatch, seed, nodes):
@@ -266,7 +303,8 @@ MANY = 12  #: portions
 PLANNING, SWITCH = ("describing the new shape", "planning", "counting", "allocating"), ("placing", "filling")
 #: Where a rank fails: while the plan is made, at each packing of a portion and each update, and in the new shape, which
 #: has been placed once before, without memory, to describe it.
-POINTS = [*((stage, 1) for stage in PLANNING), *product(("packing", "updating"), range(1, MANY + 1))]
+EXCHANGES = MANY + migration.TRIALS
+POINTS = [*((stage, 1) for stage in PLANNING), *product(("packing", "updating"), range(1, EXCHANGES + 1))]
 POINTS += [("placing", 2), ("filling", 1)]
 KINDS = (RuntimeError, "broken"), (UsageError, "refused"), (CommunicationTimeout, "too late"), (MemoryError, "full")
 FAULTS = [(*point, rank, KINDS[(number + rank) % 4]) for number, point in enumerate(POINTS) for rank in range(3)]
@@ -315,13 +353,13 @@ def run_with(faults, monkeypatch, folder, steps):
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(FAULTS[::23], id="4 points, on one rank each"),
-        pytest.param(FAULTS, id="30 points, on each rank", marks=pytest.mark.soak),
+        pytest.param(FAULTS[::23], id="5 points, on one rank each"),
+        pytest.param(FAULTS, id="34 points, on each rank", marks=pytest.mark.soak),
     ],
 )
 def test_a_failure_anywhere_leaves_the_old_shape_and_the_job_goes_on(tmp_path, monkeypatch, faults):
     """Two stages, and the idle rank that takes a third, fail at points of a migration."""
-    assert len(POINTS) == 30
+    assert len(POINTS) == 34
     taken = {**dict.fromkeys(PLANNING, 0), **dict.fromkeys(SWITCH, MANY)}
     steps = sum(2 + taken.get(stage, count) for stage, count, *_ in faults) + 2 * MANY
     run_with(faults, monkeypatch, tmp_path, steps)

@@ -156,20 +156,20 @@ def test_shared_keys_are_repeated_keys(heads, key_value_heads):
     **{
         "heads, key_value_heads": SHARED,
         "axes": [{"model": 2}, {"model": 3}, {"model": 4}, {"data": 2, "model": 2}],
-        "queries_cut": CUT,
+        "queries_sharded": CUT,
     }
 )
-def test_shared_keys_as_single(heads, key_value_heads, axes, queries_cut):
+def test_shared_keys_as_single(heads, key_value_heads, axes, queries_sharded):
     """Also with more ranks than heads, and than queries that share one: then some have nothing to do."""
     problem = problem_of(attention("gather", heads, key_value_heads))
     for sequence_parallel in (False, True):
-        assert_as_single(problem, axes, queries_cut=queries_cut, sequence_parallel=sequence_parallel)
+        assert_as_single(problem, axes, queries_sharded=queries_sharded, sequence_parallel=sequence_parallel)
 
 
-@every_pair(method=list(CONTEXT_METHODS), zigzag=DEALS, queries_cut=CUT)
-def test_shared_keys_over_context_and_model(method, zigzag, queries_cut):
+@every_pair(method=list(CONTEXT_METHODS), zigzag=DEALS, queries_sharded=CUT)
+def test_shared_keys_over_context_and_model(method, zigzag, queries_sharded):
     problem = problem_of(attention(method, 6, 2))
-    options = {"zigzag": zigzag, "queries_cut": queries_cut, "sequence_parallel": True}
+    options = {"zigzag": zigzag, "queries_sharded": queries_sharded, "sequence_parallel": True}
     assert_as_single(problem, {"context": 3, "model": 2}, **options)
 
 

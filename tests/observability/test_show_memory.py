@@ -160,6 +160,12 @@ def test_the_table_of_arrays_has_the_bytes_that_are_drawn(capsys):
     assert rows["master"][-4:] == ["part", "that", "is", "sent"] and rows["gradient"][-1] == "472,572"
 
 
+def test_the_table_of_arrays_has_the_states_of_the_job_and_not_of_the_default(capsys, tmp_path):
+    TrainConfig.of(model="mlp", optimizer="sgd", momentum=0.0).write(tmp_path / "job.json")
+    main(["inspect", "--config", str(tmp_path / "job.json"), "--mesh", "data=4", "--storage"])
+    assert "optimizer state (0 kinds)" in capsys.readouterr().out
+
+
 def test_bars_are_to_scale():
     job = TrainConfig.of(model="gpt2", mesh={"data": 4})
     picture = draw_memory(job, job.model.build(job.composition), job.composition)

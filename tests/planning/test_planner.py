@@ -313,6 +313,8 @@ def test_an_alternative_is_compared_by_what_is_known_of_both_plans():
     ("options", "message"),
     [
         ({"ranks": "2"}, "plan: ranks is a str; give a number"),
+        ({"ranks": 0}, "plan: ranks is 0; it must be from 1"),
+        ({"ranks": 2, "batch_size": []}, "plan: batch_size is empty; it must be from 1"),
         ({"mesh": "data=2"}, "plan: mesh is a str; give axes with their sizes"),
         ({"model": 3, "ranks": 2}, "plan: model is a int; give a Model, or its name"),
     ],

@@ -10,10 +10,12 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.agreement.joining import gather_texts
 from spmd_engine.comm.agreement.signature import Signature, disseminate
 from spmd_engine.comm.communicators.communicator import Communicator, MessagePart
 from spmd_engine.comm.connections import Connections, even_nodes
@@ -74,14 +76,13 @@ class MPICommunicator(Communicator):
         super().__init__(members, comm.rank, hosts, progress if progress is not None else Progress())
         self.is_device_aware = is_device_aware()
 
-    def open_node(self, hosts: Sequence[str], cores: int, gather_texts: Callable[[str], list[str]]) -> None:
-        """Share memory with this node's ranks; once, for the world.
-
-        ``hosts``: of all ranks. ``cores``: of this node. ``gather_texts``: see ``shared_memory.node.open_node``.
-        """
+    def open_node(self, hosts: Sequence[str], cores: int) -> None:
+        """Share memory with this node's ranks; once, for the world. ``hosts``: of all ranks. ``cores``: of this node.
+        Collective."""
         self.hosts = list(hosts)
         ranks = [rank for rank, host in enumerate(hosts) if host == self.node]
-        node, nodes = open_node(self.rank, ranks, size_of_table(len(ranks)), gather_texts), even_nodes(hosts)
+        gather_here = partial(gather_texts, self, ranks=ranks)
+        node, nodes = open_node(self.rank, ranks, size_of_table(len(ranks)), gather_here), even_nodes(hosts)
         if len(ranks) < self.size:
             if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
                 if self.rank == 0:
@@ -91,7 +92,7 @@ class MPICommunicator(Communicator):
                     )
             else:
                 self.start_progress_thread()
-            nodes = nodes if "no" not in gather_texts("yes" if node is not None else "no") else None
+            nodes = nodes if "no" not in gather_texts(self, "yes" if node is not None else "no") else None
         table = table_on(node, ranks, ranks.index(self.rank)) if node is not None and nodes is not None else None
         self._connect(node, len(ranks) > cores, table)
 
@@ -103,20 +104,13 @@ class MPICommunicator(Communicator):
             atexit.register(thread.stop)
 
     def _connect(self, node: Node | None, oversubscribed: bool, table: SlotTable | None) -> None:
-        """Connect the ranks by the ``table`` of this rank's node, and by MPI's collectives between nodes. Calls so far
-        were made by messages."""
+        """Connect the ranks by the ``table`` of this rank's node. Calls so far were made by messages."""
         self._node, neighbours = node, node.neighbours if node is not None else None
         self.spin_tests, self._yields = (0, _OVERSUBSCRIBED) if oversubscribed else (_SPIN_TESTS, _YIELDS)
-        self.connections = connections = Connections(self, neighbours, table)
-        if connections.table is not None:
-            return
-        comm = self._comm
-        if self._world is self:
-            self._duplicate = comm = comm.Dup()  # other libraries may use the world's communicator
-            self.side_messages = SideMessages(comm)
-        connections.library = comm
-        if connections.lanes is not None:
-            connections.lane_library = self._create_mpi(connections.lanes.lane.members)
+        self.connections = Connections(self, neighbours, table)
+        if self.connections.table is None and self._world is self:
+            self._duplicate = self._comm.Dup()  # other libraries may use the world's communicator
+            self.side_messages = SideMessages(self._duplicate)
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
         return [self._comm.Isend([piece, MPI.BYTE], to, tag) for piece in _pieces(data)]
@@ -184,7 +178,7 @@ class MPICommunicator(Communicator):
         if is_first and nodes is not None and neighbours is not None:
             offset = room_for_table(neighbours, len(node_indices))
         row, words = _MEMBER.pack(keeps, -1 if offset is None else offset), Signature("barrier").words
-        _, rows = yield from disseminate(MessagePart(self, ranks), words, row, _CREATION)
+        _, rows, _ = yield from disseminate(MessagePart(self, ranks), words, row, _CREATION)
         keeps_by_rank, offsets = zip(*map(_MEMBER.unpack, rows), strict=True)
         fits = not all(keeps_by_rank) and nodes is not None and all(offsets[node[0]] >= 0 for node in nodes)
         if neighbours is not None and offset is not None and not fits:
@@ -203,18 +197,15 @@ class MPICommunicator(Communicator):
         """Release all resources of this communicator."""
         super().free()
         if not MPI.Is_finalized():
-            for comm in (self._comm, self.connections.lane_library):
-                if comm is not None:
-                    comm.Free()
+            self._comm.Free()
 
     def part(self) -> None:
         """End the use of a merged world, after all of its ranks have ended their calls. Collective."""
         for comm in self._kept.values():
             comm.close()
         self.progress.activity.close(self.line)
-        for comm in (self.connections.lane_library, self._duplicate):
-            if comm is not None:
-                comm.Free()
+        if self._duplicate is not None:
+            self._duplicate.Free()
         self._comm.Disconnect()
 
     def announce_end(self) -> None:

@@ -192,7 +192,7 @@ class SlotTable:
         slot = number % SLOTS
         self._write_signature(slot, signature)
         if signature.inline:
-            self._inline_view(slot, self.rank, signature)[...] = data
+            self._inline_view(slot, self.rank, signature).reshape(-1)[...] = data.reshape(-1)
         for words, entry_address in (self._data_at[slot], address), (self._results_at[slot], result):
             words[0][self.rank], words[1][self.rank] = entry_address or (UNREADABLE, 0)
 
@@ -261,6 +261,11 @@ class SlotTable:
         views = [self._inline_view(slot, rank, s) if s.inline else None for rank, s in enumerate(signatures.by_rank)]
         signatures.inline[slot] = views
         return views
+
+    def offer_result(self, number: int, result: np.ndarray) -> None:
+        """Let the others read ``result``, from this rank's next phase on."""
+        words = self._results_at[number % SLOTS]
+        words[0][self.rank], words[1][self.rank] = self.address(result) or (UNREADABLE, 0)
 
     def results(self, number: int, shape: Sequence[int], dtype: np.dtype) -> list[Any]:
         """The result buffers of all ranks, of this shape (Block; None: unreadable)."""

@@ -42,17 +42,15 @@ class SharedMemory(Transport):
         self.table, self.number = call.connections.node_table, call.number
         self.blocks, self._exposed = call.entries.blocks, call.entries.exposed
 
-    def all_gather(self, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
+    def all_gather(self, x: np.ndarray, parts: Parts) -> Steps:
         """See ``Transport``. ``x`` is the readable result buffer of every rank."""
-        results = self.table.results(self.number, x.shape, x.dtype)
         yield from self.table.reach(self.number, REDUCED)
+        results = self.table.results(self.number, x.shape, x.dtype)
         for r, part in enumerate(parts):
             if r != self.rank and part.stop > part.start:
                 fill(x[part], results[r][part])
 
-    def reduce_scatter(
-        self, x: np.ndarray, parts: Parts, out: np.ndarray, reduction: str, *, last: bool = True
-    ) -> Steps:
+    def reduce_scatter(self, x: np.ndarray, parts: Parts, out: np.ndarray, reduction: str) -> Steps:
         mine = parts[self.rank]
         reduce_in_pieces([out], [flat(block)[mine] for block in self.blocks], reducer(reduction, x.dtype, np))
         yield from ()
@@ -94,6 +92,14 @@ def readable(table: SlotTable, x: np.ndarray, tuning: Tuning, sliced: bool) -> n
     return copy
 
 
+def readable_result(table: SlotTable, like: np.ndarray, out: np.ndarray | None) -> np.ndarray | None:
+    """``out`` or a result buffer like ``like``, readable by the other ranks; None if there is no room."""
+    if out is not None and table.address(out):
+        return out
+    result = table.neighbours.own.empty(like.shape, like.dtype)
+    return np.empty_like(like) if result is None and table.neighbours.cross_memory else result
+
+
 def readable_with_result(
     table: SlotTable, x: np.ndarray, out: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
@@ -101,12 +107,7 @@ def readable_with_result(
 
     ``out``, if given, is ``x`` itself or does not overlap it.
     """
-    if out is not None and table.address(out):
-        result = out
-    else:
-        result = table.neighbours.own.empty(x.shape, x.dtype)
-        if result is None and table.neighbours.cross_memory:
-            result = np.empty_like(x)
+    result = readable_result(table, x, out)
     if result is None:
         return None, None
     if not table.address(x):
