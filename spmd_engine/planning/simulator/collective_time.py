@@ -12,8 +12,8 @@ whole array and n ranks:
     all_to_all     n-1 messages of S/n^2 bytes to as many ranks
     by copy        each rank copies what it reads, and adds what it reduces, with its own core
 
-Hosts exchange messages in rounds, or of whole small arrays, as ``comm.rounds`` says; between devices the library has the
-other algorithms. The fastest is taken. Bandwidths between nodes follow from the network's graph.
+Hosts exchange messages in rounds, or of whole small arrays, as ``comm.rounds`` says; between devices the library has
+the other algorithms. The fastest is taken. Bandwidths between nodes follow from the network's graph.
 """
 
 from __future__ import annotations
