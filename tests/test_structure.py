@@ -50,6 +50,11 @@ TOOLS_USE = {"adaptive": {"planning"}, "observability": {"adaptive", "planning"}
 
 #: Module-level state that changes at run time, with the reason why it may.
 STATE = {
+    "arrays/attention.py: _parts": "the cache of a pure function",
+    "arrays/attention.py: _rows_and_keys": "the cache of a pure function",
+    "arrays/backend.py: ones": "the cache of a pure function",
+    "formats/text_documents.py: _pair_among": "the cache of a pure function",
+    "formats/text_documents.py: _usual_among": "the cache of a pure function",
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
     "arrays/einsum_lowering.py: _plan": "the cache of a pure function",
@@ -70,7 +75,6 @@ STATE = {
     "configuration.py: _types": "the cache of a pure function",
     "configuration.py: _type": "the cache of a pure function",
     "checkpoints/format/manifest.py: _wrong_with": "the cache of a pure function",
-    "sharding/placement.py: _placed": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",
     "sharding/routes.py: _parts": "the cache of a pure function",
     "sharding/halos.py: plan_halos": "the cache of a pure function",
@@ -228,7 +232,7 @@ ROOMS = {
         """,
     ),
     "half precision": (
-        r"is_half|masters?$|HalfPrecision|HalfRows",
+        r"is_half|HALF_DTYPES|masters?$|HalfPrecision|HalfRows",
         """
         arrays/einsum_lowering.py arrays/elementwise.py arrays/fused.py arrays/images.py arrays/numba/kernels.py
         arrays/precision.py arrays/products.py checkpoints/read.py comm/blocks.py comm/calls.py engine/optimizers.py

@@ -15,7 +15,7 @@ from spmd_engine.engine.reshape import Shape
 from spmd_engine.models import Model
 from spmd_engine.training.adapt_config import AdaptConfig
 
-MOST_LINES = 100  #: of an observation; older steps tell less of the present
+MOST_LINES = 100  #: lines of an observation; older steps tell less of the present
 BELIEVED = 200  #: steps for which a rank without work is taken to be as slow as it was; only work shows its speed
 
 
@@ -124,8 +124,8 @@ class Advisor:
         it is the job's new home, and the policy begins anew; but not if only the layers of an overlap have changed."""
         overlap = self.shape.composition.overlap_layers
         present, proposed, home, after = (
-            replace(each, composition=each.composition.changed(overlap_layers=overlap))
-            for each in (self.shape, self.proposed or self.shape, self._home, shape)
+            replace(candidate, composition=candidate.composition.changed(overlap_layers=overlap))
+            for candidate in (self.shape, self.proposed or self.shape, self._home, shape)
         )
         if after != present:
             self._costs[kind_of_change(present, after)] = seconds

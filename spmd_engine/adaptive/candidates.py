@@ -42,7 +42,7 @@ class Outlook:
 
     observation: Observation
     shape: Shape  #: the present one
-    speeds: Sequence[float]  #: of each rank of the job, in parts of the whole work a second
+    speeds: Sequence[float]  #: by rank of the job, in parts of the whole work a second
     limits: Sequence[float] | None = None  #: bytes that each rank of the job may use; None: not known
     #: whose layers divide the work of a pipeline; None: all stages are taken to have as much
     model: Model | None = None

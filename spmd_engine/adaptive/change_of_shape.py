@@ -2,9 +2,11 @@
 
     requested -> planned [-> moving] -> committed
     requested, planned or moving -> refused
+    planned -> estimated
 
-A change is *moving* while a live migration copies. All ranks of the world have such a machine, and give it the same
-events in the same order, as they agree on each; an event returns what all of them do next.
+A change is *moving* while a live migration copies. It is *estimated* if only its costs are asked for. All ranks of the
+world have such a machine, and give it the same events in the same order, as they agree on each; an event returns what
+all of them do next.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, Literal
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.reshape import Shape, ShapeRequest
 
-State = Literal["requested", "planned", "moving", "committed", "refused"]
+State = Literal["requested", "planned", "moving", "committed", "refused", "estimated"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,13 @@ class CheckShape:
     """Check whether all ranks can take the shape. Then comes ``checked``."""
 
     request: ShapeRequest
+
+
+@dataclass(frozen=True)
+class EstimateChange:
+    """Estimate what a change to this shape costs. Then comes ``estimated``."""
+
+    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class MoveTo:
     protocol: str  #: one of ``PROTOCOLS``: "live" takes the copies
 
 
-Action = ReadRequest | CheckShape | BeginLive | AdvanceLive | MoveTo
+Action = ReadRequest | CheckShape | EstimateChange | BeginLive | AdvanceLive | MoveTo
 Next = list[Notify | Action]
 
 
@@ -70,7 +79,7 @@ class ChangeOfShape:
     """The change that goes on, or the last one. Instead of each event that it waits for ``failed`` may come."""
 
     def __init__(self) -> None:
-        self.state: State = "committed"  #: in which the next one can be requested, as in "refused"
+        self.state: State = "committed"  #: in which the next one can be requested, as in "refused" and "estimated"
         self._request = ShapeRequest({})
         self._shape = Shape(ParallelConfig(), ())  # the new one
         self._notices: Sequence[str] = ()
@@ -78,7 +87,7 @@ class ChangeOfShape:
 
     def due(self, number: str = "") -> Next:
         """Something is requested, by ``migrate``, ``join`` or a program. ``number``: its id, if it is known."""
-        self._go("requested", "committed", "refused")
+        self._go("requested", "committed", "refused", "estimated")
         self._request, self._is_answered = ShapeRequest({}, id=number), False
         return [ReadRequest()]
 
@@ -95,9 +104,16 @@ class ChangeOfShape:
         """All ranks can take the shape, and that ``at_once``, on the way to it, for which nothing needs to be sent."""
         self._go("planned", "requested")
         self._shape, self._notices, protocol = shape, notices, self._request.protocol
+        if self._request.dry_run:
+            return [EstimateChange(shape)]
         if at_once != shape:
             return [MoveTo(at_once, "stop-and-copy")]
         return [BeginLive(shape, self._request.within) if protocol == "live" else MoveTo(shape, protocol)]
+
+    def estimated(self, facts: Mapping[str, Any]) -> Next:
+        """The costs of the change are known, and the job stays as it is."""
+        self._go("estimated", "planned")
+        return [Notify("estimated", {**facts, "notices": self._notices, "request": self._request.id})]
 
     def copying(self, plan: Mapping[str, Any]) -> Next:
         """The live migration has begun."""

@@ -186,10 +186,10 @@ class JoinRequest:
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that joining ranks must share with a job of this configuration (JSON)."""
-    from spmd_engine.runtime.environment import environment  # which imports much, on rank 0 alone
+    from spmd_engine.runtime.environment import installed_versions  # which few ranks need
 
     facts = {name: config.get(name) for name in ("model", "data", "strategy", "device", "corpus")}
-    return facts | {"spmd_engine": environment().get("spmd_engine", "")}
+    return facts | {"spmd_engine": installed_versions(["spmd_engine"]).get("spmd_engine", "")}
 
 
 def difference(theirs: Any, ours: Any, name: str = "") -> str:
@@ -222,12 +222,12 @@ class JoinRequests:
         self._folder, self._refuses, self._facts = folder, refuses, facts
         self._requested = RequestFile(folder / JoinRequest.FILE)
         self.request: JoinRequest | None = None  #: under way
-        self._file: LockedFile | None = None  # of the request
+        self._file: LockedFile | None = None  # the file of the request
         self._answer: LockedFile | None = None
         self._port: Port | None = None
         self._joined: list[tuple[LockedFile, HolderWatch | None]] = []  # answer and watch of each group that has
         for path in folder.glob("join-*.json"):
-            with suppress(UsageError, OSError):  # of another user, or what is no file
+            with suppress(UsageError, OSError):  # the file of another user, or no file
                 remove_unheld(path)
 
     def is_ready(self, world: Communicator) -> bool:

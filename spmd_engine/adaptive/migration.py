@@ -26,24 +26,27 @@ from spmd_engine.arrays.meta.backend import on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.axes import count_ranks
 from spmd_engine.comm.agreement.rank_zero import failure_text, gather_json
+from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.reshape import Reshaper, Shape
 from spmd_engine.engine.state.engine_state import Copies
-from spmd_engine.engine.zero.parameter_store import Placements, describe_parts, read_placements
+from spmd_engine.engine.zero.parameter_store import Placements, parts_of, placements_of
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.rank_classes import separate_classes
 from spmd_engine.planning.dry_run.recorder import Recorder
 from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
-from spmd_engine.sharding.placement import ArrayPlacement, Placement, Rectangles
+from spmd_engine.sharding.placement import ArrayPlacement, Held, Placement, Rectangles, exchange_placements
 from spmd_engine.sharding.routes import Blocks
 from spmd_engine.sharding.transfer import PartOfTransfer, TransferPlan, plan_transfer
 from spmd_engine.units import readable_bytes
 
 MOST_STEPS = 200  #: in which all is copied, however little time a step has for it
 LEAST = 64 << 10  #: bytes of a rank after a step, if as much is left
-SHARE = 0.03  #: of a step's time that is spent on the copy
+SHARE = 0.03  #: share of a step's time that is spent on the copy
 LABELS = "migration: copy", "migration: gradients"  # in the ledger
+TRIAL = "migration: trial"  # likewise
+TRIALS = 2  # portions that are exchanged to learn the speed: the size of the second one follows from that of the first
 BYTES_PER_SECOND = 1e8  # that a rank copies: the first guess, until it is measured
 
 
@@ -55,7 +58,7 @@ class MigrationPlan:
     after: str  #: the new shape
     moves: Mapping[tuple[int, int], int]  #: bytes of the snapshot by sending and receiving rank
     order: Sequence[str]  #: the arrays of which elements move, in the order of their copy
-    nbytes: int  #: of the snapshot: parameters, optimizer state and buffers
+    nbytes: int  #: size of the snapshot: parameters, optimizer state and buffers
     forwarded: int  #: bytes of gradients after a step, once all is copied
     seconds: float  #: predicted, with the steps in between
     rollback: str = "drop the copies: the old shape is in use until all ranks agree on the new one"
@@ -67,12 +70,11 @@ class MigrationPlan:
 
     def as_json(self) -> dict[str, Any]:
         """As a line of ``events.jsonl`` has it."""
-        moves = {f"{sender}->{receiver}": nbytes for (sender, receiver), nbytes in sorted(self.moves.items())}
         return {
             "what": self.what,
             "from": self.before,
             "to": self.after,
-            "moves": moves,
+            "moves": moves_as_json(self.moves),
             "bytes": self.nbytes,
             "bytes_of_gradients": self.forwarded,
             "seconds": round(self.seconds, 3),
@@ -115,17 +117,21 @@ class LiveMigration:
         assert reshaper.optimizer is not None
         self._engine, self._optimizer, self._group = reshaper.engine, reshaper.optimizer, reshaper.all_ranks
         self._began, self._failure = monotonic(), ""
-        self._copied, self._seconds, self._nbytes, self._rate = 0, 0.0, 0.0, BYTES_PER_SECOND
+        self._copied, self._seconds, self._nbytes, self.rate = 0, 0.0, 0.0, BYTES_PER_SECOND
         self.steps = 0  #: with a part of the copy so far
         if reshaper.placed is not None:
             self._optimizer.prepare(reshaper.placed)
-        described = self._attempt("describing the new shape", self._describe)
-        ranks = self._agree({"placements": described, "step": step_seconds})
-        old, new = (read_placements([facts["placements"][which] for facts in ranks]) for which in ("old", "new"))
+        described = self._attempt("describing the new shape", lambda: describe_change(reshaper, shape))
+        ranks = self._agree({"step": step_seconds})
+        old, new = exchange_old_and_new(self._group, described)
         self._attempt("planning", lambda: self._make_flows(old, new))
         self._check_memory(self._agree({"needed": self._attempt("counting", self._bytes_needed)}))
         self._attempt("allocating", self._allocate)
         self._agree({})
+        for _ in range(TRIALS):  # these elements are copied again later
+            self._next = self._portion(ranks[0]["step"])
+            self._exchange((TRIAL, TRIAL), {"update": None})
+            self._learn_speed(self._agree({"copy": self._seconds}))
         self._next = self._portion(ranks[0]["step"])
         self.plan = self._planned(ranks[0]["step"])
 
@@ -152,24 +158,6 @@ class LiveMigration:
         return ranks
 
     # --- the plan
-
-    def _describe(self) -> dict[str, Any]:
-        """The parts of all arrays that this rank has, and those that it will have: by its storage, without memory."""
-        reshaper, shape, engine = self._reshaper, self.shape, self._engine
-        old, new = describe_parts(reshaper.placed), describe_parts(None)
-        if (position := reshaper.position_in(shape)) is not None:
-            axes, model = shape.axes, reshaper.model_in(shape.composition)
-            ranks = DryRunRanks(axes, separate_classes(axes), Mailbox(), ["here"] * count_ranks(axes))
-            recorder = Recorder(Meter())
-            with on_shapes() as backend, metered(recorder.meter):
-                mesh = ShapedMesh(ranks, position.coordinates, recorder)
-                how, layout = (
-                    shape.composition.changed(assign=None).how_on(axes),
-                    reshaper.layout_in(shape, model, mesh),
-                )
-                placed = LayeredEngine(model, mesh, layout, dtype=engine.dtype, backend=backend, drawn=False, **how)
-                new = describe_parts(placed)
-        return {"old": old, "new": new}
 
     def _make_flows(self, old: Placements, new: Placements) -> None:
         """Plan the transfers of what ranks will store, or update, and do not now."""
@@ -230,17 +218,13 @@ class LiveMigration:
         self._gradients = new(self._flows["parameters"].plan.target)
 
     def _planned(self, step_seconds: float) -> MigrationPlan:
-        """The plan, with the seconds that it takes at the first guess of the speed."""
-        moves: dict[tuple[int, int], int] = {}
-        for flow in self._flows.values():
-            for dtype, routes in flow.plan.routes.items():
-                for route in routes:
-                    for receiver in route.receivers:
-                        key = route.sender, receiver
-                        moves[key] = moves.get(key, 0) + route.size * dtype.itemsize * flow.sets
-        copied, steps = 0, 0
+        """The plan, with the seconds that it takes at the measured speed."""
+        moves = moves_of([(flow.plan, flow.sets) for flow in self._flows.values()])
+        copied, seconds = 0, 0.0
         while copied < self._portions:
-            copied, steps = copied + self._portion(step_seconds, copied), steps + 1
+            fresh = self._portion(step_seconds, copied)
+            seconds += step_seconds + self._busiest_bytes(fresh, copied) / self.rate
+            copied += fresh
         return MigrationPlan(
             str(self._reshaper.shape),
             str(self.shape),
@@ -248,14 +232,14 @@ class LiveMigration:
             [name for flow in self._flows.values() for name in flow.plan.target],
             sum(moves.values()),
             self._flows["parameters"].nbytes,
-            steps * step_seconds * (1 + SHARE),
+            seconds,
         )
 
     def _portion(self, step_seconds: float, copied: int | None = None) -> int:
         """The number of portions for which a step has time, beside the gradients of those that are ``copied``."""
         copied = self._copied if copied is None else copied
         fresh, forwarded = self._busiest_bytes(1, 0), self._busiest_bytes(0, copied)
-        fitting = int((SHARE * step_seconds * self._rate - forwarded) / fresh) if fresh else self._portions
+        fitting = int((SHARE * step_seconds * self.rate - forwarded) / fresh) if fresh else self._portions
         return min(max(1, fitting), self._portions - copied)
 
     def _busiest_bytes(self, fresh: int, copied: int) -> float:
@@ -278,31 +262,36 @@ class LiveMigration:
         """
         if self._within is not None and monotonic() - self._began > self._within:
             ends = ends or f"it is not complete after {self._within:g} s"
-        began, copied = perf_counter(), self._copied
-        after = copied + self._next
+        made, is_last = self._optimizer.last, self.is_last
+        mine = {"update": made if made.get("step") == step else None, "step": step_seconds}
+        ranks = self._exchange(LABELS, mine, ends)
+        if is_last:
+            self._agree({})
+        self._copied, self.steps = self._copied + self._next, self.steps + 1
+        self._next = self._portion(ranks[0]["step"])
+        return is_last
+
+    def _exchange(self, labels: tuple[str, str], mine: Mapping[str, Any], ends: str = "") -> list[dict[str, Any]]:
+        """Exchange the next portion, and the gradients of those that are copied, and time it. Returns what all ranks
+        say, as ``_agree`` does."""
+        began, copied, after = perf_counter(), self._copied, self._copied + self._next
         parts, packed = self._attempt("packing", lambda: self._pack(copied, after)) or ([], [])
-        packing, made = perf_counter() - began, self._optimizer.last
-        mine = {"update": made if made.get("step") == step else None, "step": step_seconds, "copy": self._seconds}
-        ranks = self._agree(mine, ends)
+        packing = perf_counter() - began
+        ranks = self._agree({**mine, "copy": self._seconds}, ends)
+        self._learn_speed(ranks)  # from the exchange before
         began = perf_counter()
         received = [
-            part.exchange(self._group, pieces, LABELS[kind == "gradients"])
+            part.exchange(self._group, pieces, labels[kind == "gradients"])
             for (kind, part), pieces in zip(parts, packed, strict=True)
         ]
         self._attempt("updating", lambda: self._take(parts, received, ranks[0]["update"]))
-        if after == self._portions:
-            self._agree({})
-        self._learn_speed(ranks)
-        self._seconds = packing + perf_counter() - began
-        self._nbytes = self._busiest_bytes(self._next, copied)
-        self._copied, self.steps = after, self.steps + 1
-        self._next = self._portion(ranks[0]["step"])
-        return after == self._portions
+        self._seconds, self._nbytes = packing + perf_counter() - began, self._busiest_bytes(self._next, copied)
+        return ranks
 
     def _learn_speed(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Take the speed of the last exchange, by what all ranks say that it took."""
         if slowest := max(facts["copy"] for facts in ranks):
-            self._rate = self._nbytes / slowest
+            self.rate = self._nbytes / slowest
 
     def _pack(self, copied: int, after: int) -> tuple[list[tuple[str, PartOfTransfer]], list]:
         """The parts to exchange after this step, each with its kind; and what this rank sends of each."""
@@ -353,6 +342,46 @@ class LiveMigration:
         for kind in ("frozen", "changing"):
             model |= self._flows[kind].targets[0]
         return Copies(self._placements, model, dict(zip(self._optimizer.kinds, states, strict=True)))
+
+
+def describe_change(reshaper: Reshaper, shape: Shape) -> dict[str, Held]:
+    """The parts of all arrays that this rank has, and those that it will have in another shape, by its storage, without
+    memory: for ``exchange_old_and_new``."""
+    old, new = parts_of(reshaper.placed, "old "), parts_of(None, "new ")
+    if (position := reshaper.position_in(shape)) is not None:
+        axes, model = shape.axes, reshaper.model_in(shape.composition)
+        ranks = DryRunRanks(axes, separate_classes(axes), Mailbox(), ["here"] * count_ranks(axes))
+        recorder = Recorder(Meter())
+        with on_shapes() as backend, metered(recorder.meter):
+            mesh = ShapedMesh(ranks, position.coordinates, recorder)
+            how, layout = shape.composition.changed(assign=None).how_on(axes), reshaper.layout_in(shape, model, mesh)
+            options = {"dtype": reshaper.engine.dtype, "backend": backend, "drawn": False, **how}
+            new = parts_of(LayeredEngine(model, mesh, layout, **options), "new ")
+    return old | new
+
+
+def exchange_old_and_new(group: Group, described: Mapping[str, Held]) -> tuple[Placements, Placements]:
+    """The placements of all ranks before and after a change that each has described. Collective over the group."""
+    exchanged = exchange_placements(group, described)
+    return placements_of(exchanged, "old "), placements_of(exchanged, "new ")
+
+
+def moves_of(plans: Sequence[tuple[TransferPlan, int]]) -> dict[tuple[int, int], int]:
+    """Bytes by sending and receiving rank, of transfers that each move so many sets of arrays."""
+    moves: dict[tuple[int, int], int] = {}
+    for plan, sets in plans:
+        for dtype, routes in plan.routes.items():
+            for route in routes:
+                for receiver in route.receivers:
+                    if receiver != route.sender:
+                        key = route.sender, receiver
+                        moves[key] = moves.get(key, 0) + route.size * dtype.itemsize * sets
+    return moves
+
+
+def moves_as_json(moves: Mapping[tuple[int, int], int]) -> dict[str, int]:
+    """``moves_of`` with keys such as "0->1"."""
+    return {f"{sender}->{receiver}": nbytes for (sender, receiver), nbytes in sorted(moves.items())}
 
 
 def _difference(wanted: Rectangles, held: Rectangles) -> Rectangles:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.numbers_by_rank import expanded
+from spmd_engine.training.observers import Observer
+
+if TYPE_CHECKING:
+    from spmd_engine.training.run import Run
+    from spmd_engine.training.trainer import StepReport
 
 LISTED = 4  #: most ranks that a text lists
 
@@ -19,7 +25,7 @@ class Observation:
 
     step: int  #: steps that are done
     remaining: int  #: steps that are left
-    step_seconds: float  #: of a step in which every rank computes for its median time
+    step_seconds: float  #: seconds of a step in which every rank computes for its median time
     computing: tuple[float, ...]  #: seconds; 0 for a rank without work
     communicating: tuple[float, ...]  #: seconds in which a rank moves data, without waits for other ranks
     speeds: tuple[float | None, ...]  #: relative to the fastest rank; None for a rank without work
@@ -81,12 +87,13 @@ def observe(
     if not lines:
         raise ValueError("an observation needs at least one step")
     seconds = np.array([line["seconds"] for line in lines])
-    measured = np.array([line.get("shares", [[1.0, 0.0, 0.0]]) for line in lines])  # [step, rank of the mesh, 3]
+    # [step, rank of the mesh, 3]
+    measured = np.array([expanded(line.get("shares", [[1.0, 0.0, 0.0]])) for line in lines])
     ranks = range(measured.shape[1]) if ranks is None else list(ranks)
     count = len(work or memory or ranks)
     shares, held = np.zeros((len(lines), count, 3)), np.zeros((len(lines), count))
     shares[:, ranks] = measured
-    held[:, ranks] = [line.get("private_bytes", [0] * len(ranks)) for line in lines]
+    held[:, ranks] = [expanded(line.get("private_bytes", [0] * len(ranks))) for line in lines]
     parts = shares * seconds[:, None, None]
     computing, communicating, _ = np.median(parts, axis=0).T.tolist()
     longest = float(np.median(parts[:, :, 0].max(axis=1)))  # longer if ranks are slow in turn
@@ -139,3 +146,33 @@ def crossings(observation: Observation, config: AdaptConfig) -> list[Crossing]:
             ranks = {rank: of_rank for rank, of_rank in enumerate(values) if of_rank > threshold}
             crossings.append(Crossing(name, value, threshold, ranks))
     return crossings
+
+
+class CrossingLog(Observer):
+    """Makes it an event of the run when other thresholds are crossed than before, in each interval of the monitor."""
+
+    def __init__(self, config: AdaptConfig) -> None:
+        self._config, self._lines, self._known = config, list[dict[str, Any]](), set[str]()
+
+    def started(self, run: Run, stop: int) -> None:
+        self._run, self._ranks = run, [*run.engine.mesh.others.on_mesh]
+        self._left_out = run.steps_done + 1  # the first step may fill caches
+
+    def stepped(self, report: StepReport) -> None:
+        if report.step <= self._left_out or report.shares is None:
+            return
+        self._lines.append(report.as_dict())
+        steps, seconds = self._config.interval
+        if len(self._lines) < steps or sum(line["seconds"] for line in self._lines) < seconds:
+            return
+        seen = observe(self._lines, 0, ranks=self._ranks, memory=self._run.memory_limits or None)
+        crossed = {crossing.name: str(crossing) for crossing in crossings(seen, self._config)}
+        self._lines.clear()
+        if crossed.keys() != self._known:
+            self._known = set(crossed)
+            text = "; ".join(crossed.values()) or "no threshold is crossed any more"
+            self._run.notify("crossed", report.step, text)
+
+    def reshaped(self, step: int, change: Mapping[str, Any]) -> None:
+        self._ranks, self._left_out = change["ranks"], step + 1
+        self._lines.clear()

@@ -75,7 +75,7 @@ class PlannerProposals:
         self._config, self._job = config, {"model": job["model"], "optimizer": job["training"]["optimizer"], **data}
         self._process: subprocess.Popen[bytes] | None = None
         self._about: tuple[str, bool] | None = None  # the last question: the shape, and whether memory was short
-        self._logs = np.zeros(0)  # of the speeds then
+        self._logs = np.zeros(0)  # logarithms of the speeds then
         self._found: list[tuple[Shape, float, float | None]] = []  # with their factors and memory pressure
 
     def __call__(self, outlook: Outlook) -> Iterator[Proposal]:

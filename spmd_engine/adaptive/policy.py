@@ -49,7 +49,7 @@ class Change:
     label: str
     expected: float  #: seconds of a step
     scale: float  #: observed over predicted seconds of a step before the change, without the error of the prediction
-    error: float  #: of the prediction for the new shape, as it was known then
+    error: float  #: that of the prediction for the new shape, as it was known then
     least: float = inf  #: the least logarithm of observed over expected seconds of a step since then
     most: float = -inf  #: the largest
 
@@ -58,7 +58,7 @@ class Change:
 class PolicyState:
     """What the policy remembers of earlier observations."""
 
-    step: int | None = None  #: of the last one
+    step: int | None = None  #: step of the last one
     change: Change | None = None  #: the last one
     home: str | None = None  #: the shape of a run that changes only where it must
     spent: float = 0.0  #: seconds that that run has taken for the steps until now

@@ -53,7 +53,7 @@ class ShapeChanges(Hook):
         self._joined, self._before = joined, before
         self._change = ChangeOfShape()
         self._live: LiveMigration | None = None  # while the change is moving
-        self._step_seconds = 0.0  # of the last step
+        self._step_seconds = 0.0  # seconds of the last step
 
     def _begin(self, run: Run, steps: int) -> None:
         job, engine = self._workload.job, self._workload.engine
@@ -159,6 +159,13 @@ class ShapeChanges(Hook):
                 return self._read(order)
             case todo.CheckShape(request):
                 return self._check(request)
+            case todo.EstimateChange(shape):
+                from spmd_engine.adaptive.change_estimates import estimate_change  # which imports the dry run
+
+                with self._phase("estimating a change of shape after step"):
+                    by_protocol = estimate_change(self._reshaper, shape, self._step_seconds, self._run.folder)
+                facts = {"from": str(self._reshaper.shape), "to": str(shape), "protocols": by_protocol}
+                return self._change.estimated(facts)
             case todo.BeginLive(shape, within):
                 from spmd_engine.adaptive.migration import LiveMigration  # which imports the dry run
 
@@ -256,7 +263,7 @@ class _Requests:
     ) -> None:
         self.steps, self._propose, self.joining = steps, propose, joining
         self._file = RequestFile(folder / ShapeRequest.FILE)
-        self.due: ShapeRequest | JoinRequest | _Unreadable | None = None  #: of the last step
+        self.due: ShapeRequest | JoinRequest | _Unreadable | None = None  #: the request after the last step
         self._is_filed = False  # whether it is in the file
         self.port: Port | None = None  #: to the ranks that are taken in now
 

@@ -7,21 +7,22 @@ is that of Dao et al., "FlashAttention" (2022), with rows as blocks since a row 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import log, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from spmd_engine.arrays import device_attention
 from spmd_engine.arrays.activations import exponentiate, soft_cap, soft_cap_slope, softmax_backward
-from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.factors import hide, unseen
-from spmd_engine.arrays.fused import alike, kernels_for
+from spmd_engine.arrays.backend import CPU, Array, backend_of
+from spmd_engine.arrays.factors import Mask, hide, unseen
+from spmd_engine.arrays.fused import alike, fastest, kernels_for
 from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 from spmd_engine.arrays.products import BFLOAT16, matmul
 
 LOG_2 = log(2)
 ROWS = 64  # queries of a block: fewer make thin matrix products, more compute scores that the mask hides
-BLOCK_ELEMENTS = 1 << 17  # scores held at a time, of as many heads as fit: 512 KiB of float32
+BLOCK_ELEMENTS = 1 << 17  # scores held at a time, of as many heads, and then samples, as fit: 512 KiB of float32
 
 
 #: documents[b s] of queries and [b t] of keys, both ascending: a query sees only keys of its own document.
@@ -49,59 +50,64 @@ def causal_attention(
     of y, by default that of q. 16-bit floats are widened, a block at a time, so that scores and log_sums are wide.
     """
     dtype = q.dtype if dtype is None else dtype
-    if backend_of(q).on_device:
+    backend, wide = backend_of(q), accumulated_in(q.dtype)
+    if backend.on_device:
         return device_attention.attention(q, k, v, positions, key_positions, apart, window, cap, dtype)
-    xp, wide = backend_of(q).xp, accumulated_in(q.dtype)
-    y = xp.empty(q.shape, dtype)
-    log_sums = xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), wide)
+    xp = backend.xp
+    y, narrow = xp.empty(q.shape, dtype), q.dtype == _FLOAT16
+    tops = xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), wide)
+    sums = xp.empty(tops.shape, wide)
     may_see_none = apart is not None or window is not None
     if may_see_none:
-        y[...], log_sums[...] = 0, -xp.inf
-    scale = q.shape[-1] ** -0.5
-    for b, heads, rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, apart, window, 1):
-        k_block, v_block = (_operand(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))
-        matmul(k_block, _by_head(_operand(q[b, rows, heads])).transpose(0, 2, 1), out=scores)
-        factor = _capped(scores, scale, cap)
+        y[...], tops[...], sums[...] = 0, -xp.inf, 0
+    scale, least, softmax = q.shape[-1] ** -0.5, xp.finfo(wide).tiny, fastest(softmax_over_keys, tops)
+    q, k, v, y_by_head = map(_by_head, (q, k, v, y))
+    for rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, apart, window, 1):
+        matrices = (*scores.shape[:-2], scores.shape[-1], q.shape[-1])
+        q_block, k_block, v_block, y_block = q[*rows, :].reshape(matrices), k[keys], v[keys], y_by_head[*rows, :]
+        if narrow:
+            q_block, k_block, v_block = map(widened, (q_block, k_block, v_block))
+        matmul(k_block, q_block.swapaxes(-1, -2), out=scores)
+        factor = scale if cap is None else _capped(scores, scale, cap)
         hide(scores, mask)
-        p, top, sums = _softmax_over_keys(scores, factor, v_block.dtype)
-        block = matmul(p.transpose(0, 2, 1), v_block, dtype=wide)
-        block /= xp.maximum(sums, xp.finfo(wide).tiny)[:, :, None]
-        y[b, rows, heads] = _by_row(rounded(block, y.dtype), y[b, rows, heads].shape)
-        with backend_of(q).errstate(divide="ignore"):  # the logarithm of 0 is then -inf
-            top += xp.log(sums, out=sums)
-        log_sums[b, heads, ..., rows] = top.reshape(log_sums[b, heads, ..., rows].shape)
-    return y, log_sums
+        p, top, total = softmax(scores, factor, v_block.dtype)
+        block = matmul(p.swapaxes(-1, -2), v_block, dtype=wide)
+        block /= (xp.maximum(total, least) if may_see_none else total)[..., None]
+        y_block[...] = rounded(block, dtype).reshape(y_block.shape)
+        shape = tops[rows].shape
+        tops[rows], sums[rows] = top.reshape(shape), total.reshape(shape)
+    with backend.errstate(divide="ignore"):  # the logarithm of 0 is then -inf
+        tops += xp.log(sums, out=sums)
+    return y, tops
 
 
-def _operand(x: Array) -> Array:
-    """``x`` as an operand of a product: bfloat16 as it is, float16, which no library multiplies, widened."""
-    return x if x.dtype == BFLOAT16 else widened(x)
+_FLOAT16 = CPU.xp.dtype("float16")  # which no library multiplies, as bfloat16: operands are widened
 
 
-def _capped(scores: Array, scale: float, cap: float | None) -> float:
-    """Cap scores, in place, and return the factor that they still lack."""
-    if cap is None:
-        return scale
+def _capped(scores: Array, scale: float, cap: float) -> float:
+    """Scale and cap scores, in place, and return the factor that they still lack."""
     scores *= scale
     soft_cap(scores, cap)
     return 1.0
 
 
-def _softmax_over_keys(scores: Array, scale: float, dtype: Any) -> tuple[Array, Array, Array]:
-    """p[h t s] = exp(scale · scores - top) in this dtype, top[h s], and the sums[h s] of p over t before it is rounded.
+# --- What a backend's ``kernels`` also have, by the same names: ``fastest`` chooses once for all blocks
+
+
+def softmax_over_keys(scores: Array, scale: float, dtype: Any) -> tuple[Array, Array, Array]:
+    """p[... t s] = exp(scale · scores - top) in this dtype, top[... s], and the sums[... s] of p over t before it is
+    rounded.
 
     ``top`` is a multiple of log(2), the first from the maximum on: with another ``top``, as on a rank with other keys,
     rounded p are the same, up to a power of 2. ``scores`` are overwritten.
     """
-    if (kernels := kernels_for(scores)) is not None:
-        return kernels.softmax_over_keys(scores, scale, dtype)
     xp = backend_of(scores).xp
     scores *= scale
-    top = _multiple_of_log_2(scores.max(axis=1))
+    top = _multiple_of_log_2(scores.max(axis=-2))
     xp.maximum(top, xp.finfo(top.dtype).min, out=top)  # for rows without keys
-    exponentiate(scores, top[:, None])
+    exponentiate(scores, top[..., None, :])
     # BLAS sums over keys in a quarter of the time of ``sum``.
-    return rounded(scores, dtype), top, xp.matmul(xp.ones(scores.shape[1], scores.dtype), scores)
+    return rounded(scores, dtype), top, xp.matmul(xp.ones(scores.shape[-2], scores.dtype), scores)
 
 
 def _multiple_of_log_2(highest: Array) -> Array:
@@ -114,13 +120,18 @@ def _multiple_of_log_2(highest: Array) -> Array:
     return xp.where((highest > top + 1) | (top > highest + 1), highest, top)
 
 
-def _exponentiated(scores: Array, scale: float, shift: Array, dtype: Any) -> Array:
+def exponentiate_keys(scores: Array, scale: float, shift: Array, dtype: Any) -> Array:
     """exp(scale · scores - shift), in place and in this dtype."""
-    if (kernels := kernels_for(scores)) is not None:
-        return kernels.exponentiate_keys(scores, scale, shift, dtype)
     scores *= scale
     exponentiate(scores, shift)
     return rounded(scores, dtype)
+
+
+def softmax_gradient(ds: Array, p: Array, projection: Array, scale: float, dtype: Any) -> Array:
+    """(ds - projection) * p * scale in this dtype; ``ds`` is overwritten."""
+    softmax_backward(ds, p, projection)
+    ds *= scale
+    return rounded(ds, dtype)
 
 
 def _products_of_rows(x: Array, y: Array) -> Array:
@@ -128,15 +139,6 @@ def _products_of_rows(x: Array, y: Array) -> Array:
     if x.dtype == y.dtype and (kernels := kernels_for(x, name="products_of_rows")) is not None:
         return kernels.products_of_rows(x, y)
     return backend_of(x).xp.einsum("...k,...k->...", widened(x), widened(y))
-
-
-def _softmax_gradient(ds: Array, p: Array, projection: Array, scale: float, dtype: Any) -> Array:
-    """(ds - projection) * p * scale in this dtype; ``ds`` is overwritten."""
-    if (kernels := kernels_for(ds)) is not None:
-        return kernels.softmax_gradient(ds, p, projection, scale, dtype)
-    softmax_backward(ds, p, projection)
-    ds *= scale
-    return rounded(ds, dtype)
 
 
 def causal_attention_backward(
@@ -153,104 +155,115 @@ def causal_attention_backward(
         return device_attention.attention_backward(dy, q, k, v, y, log_sums, *seen, dtype)
     dq = (xp.empty if apart is None and window is None else xp.zeros)(q.shape, dtype)
     dk, dv = xp.zeros(k.shape, wide), xp.zeros(v.shape, wide)
-    scale = q.shape[-1] ** -0.5
+    scale, narrow = q.shape[-1] ** -0.5, q.dtype == _FLOAT16
     if apart is not None or window is not None:
         log_sums = xp.maximum(log_sums, xp.finfo(log_sums.dtype).min)  # for queries without keys
-    projection = xp.moveaxis(_products_of_rows(dy, y), 1, -1)
-    for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, window, 2):
-        k_block, v_block = (_operand(x[b, keys, heads]).transpose(1, 0, 2) for x in (k, v))
-        dy_block, q_block = (_by_head(_operand(x[b, rows, heads])) for x in (dy, q))
-        matmul(k_block, q_block.transpose(0, 2, 1), out=p)
-        factor = _capped(p, scale, cap)
+    projection = _products_of_rows(dy, y)  # [b s h], or [b s h r]
+    projection = projection.transpose(0, *range(2, projection.ndim), 1)
+    exponentiated, gradient = fastest(exponentiate_keys, log_sums), fastest(softmax_gradient, log_sums)
+    q, k, v, dy, dq_by_head, dk_by_head, dv_by_head = map(_by_head, (q, k, v, dy, dq, dk, dv))
+    for rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, window, 2):
+        of_rows, matrices = (*p.shape[:-2], 1, p.shape[-1]), (*p.shape[:-2], p.shape[-1], q.shape[-1])
+        q_block, dy_block = q[*rows, :].reshape(matrices), dy[*rows, :].reshape(matrices)
+        k_block, v_block, dq_block = k[keys], v[keys], dq_by_head[*rows, :]
+        if narrow:
+            q_block, dy_block, k_block, v_block = map(widened, (q_block, dy_block, k_block, v_block))
+        matmul(k_block, q_block.swapaxes(-1, -2), out=p)
+        factor = scale if cap is None else _capped(p, scale, cap)
         slope = None if cap is None else soft_cap_slope(p, cap)
         hide(p, mask)
-        shift = log_sums[b, heads, ..., rows].reshape(len(p), 1, -1)
-        weights = _exponentiated(p, factor, shift, dy_block.dtype)
-        dv[b, keys, heads] += matmul(weights, dy_block, dtype=wide).transpose(1, 0, 2)
-        matmul(v_block, dy_block.transpose(0, 2, 1), out=ds)
+        weights = exponentiated(p, factor, log_sums[rows].reshape(of_rows), dy_block.dtype)
+        dv_by_head[keys] += matmul(weights, dy_block, dtype=wide)
+        matmul(v_block, dy_block.swapaxes(-1, -2), out=ds)
         if slope is not None:
             p *= slope
-        along = projection[b, heads, ..., rows].reshape(len(p), 1, -1)
-        ds_operand = _softmax_gradient(ds, p, along, scale, q_block.dtype)
-        dk[b, keys, heads] += matmul(ds_operand, q_block, dtype=wide).transpose(1, 0, 2)
-        dq_block = matmul(ds_operand.transpose(0, 2, 1), k_block, dtype=dtype)
-        dq[b, rows, heads] = _by_row(dq_block, dq[b, rows, heads].shape)
+        ds_operand = gradient(ds, p, projection[rows].reshape(of_rows), scale, q_block.dtype)
+        dk_by_head[keys] += matmul(ds_operand, q_block, dtype=wide)
+        dq_block[...] = matmul(ds_operand.swapaxes(-1, -2), k_block, dtype=dtype).reshape(dq_block.shape)
     return dq, rounded(dk, dtype), rounded(dv, dtype)
 
 
-def _by_head(rows: Array) -> Array:
-    """[s h k] as [h s k]; [s h r k] as [h rs k]: queries that share a head are more rows of its matrix."""
-    if rows.ndim == 3:
-        return rows.transpose(1, 0, 2)
-    s, h, r, k = rows.shape
-    return rows.transpose(1, 2, 0, 3).reshape(h, r * s, k)
-
-
-def _by_row(block: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of ``_by_head``, to the ``shape`` of the rows."""
-    if len(shape) == 3:
-        return block.transpose(1, 0, 2)
-    s, h, r, k = shape
-    return block.reshape(h, r, s, k).transpose(2, 0, 1, 3)
-
-
-class _Block(NamedTuple):
-    """Queries of a few heads of one sample, with the keys that they see."""
-
-    b: int
-    heads: slice
-    rows: slice
-    keys: slice  # those that any row sees
-    mask: tuple[int, Array] | None  # the first masked key, and -inf from there on where rows do not see a key
-    #: Memory for scores[h t s], the same for all blocks, so that it stays in cache. Keys come before queries, so
-    #: that maxima and sums over keys run along whole rows at a time, which NumPy does faster than within rows.
-    scores: list[Array]
+def _by_head(x: Array) -> Array:
+    """x[b s h k] as [b h s k], or [b s h r k] as [b h r s k]."""
+    return x.transpose(0, 2, 1, 3) if x.ndim == 4 else x.transpose(0, 2, 3, 1, 4)
 
 
 def _blocks(
     q: Array, positions: Array, key_positions: Array, apart: Apart | None, window: int | None, buffers: int
-) -> Iterator[_Block]:
-    batch, length, heads, *shared = q.shape[:-1]
+) -> Iterator[tuple[Any, Any, Mask | None, list[Array]]]:
+    """Queries of a few heads, of one sample or of several if these have few: an index of them in log_sums[b h s], or
+    [b h r s], one in k[b h t k] of the keys that any of them sees, their mask, and so many arrays for scores[h t s],
+    or [b h t s].
+
+    q is [b h s k], or [b h r s k]. The memory is the same for all blocks, so that it stays in cache. Keys come before
+    queries, so that maxima and sums over keys run along whole rows at a time, which NumPy does faster than within rows.
+    """
+    batch, heads, *shared, length, _ = q.shape
     if q.size == 0:
         return
-    xp, count = backend_of(q).xp, key_positions.shape[0]
-    step = min(ROWS, length)
-    wide = step * prod(shared)  # rows of a head's matrix
-    heads_at_a_time = min(heads, max(1, BLOCK_ELEMENTS // (wide * count)))
-    memory = [xp.empty(heads_at_a_time * wide * count, accumulated_in(q.dtype)) for _ in range(buffers)]
-    for start in range(0, length, step):
-        rows = slice(start, min(start + step, length))
-        end = int(xp.searchsorted(key_positions, positions[rows.stop - 1], side="right"))
-        begin, seen_by_all = 0, int(xp.searchsorted(key_positions, positions[start], side="right"))
-        if window is not None:
-            begin = int(xp.searchsorted(key_positions, positions[start] - window, side="right"))
+    xp, wide, repeats = backend_of(q).xp, accumulated_in(q.dtype), prod(shared)
+    of_head = min(ROWS, length) * repeats * len(key_positions)
+    heads_at_a_time = min(heads, max(1, BLOCK_ELEMENTS // of_head))
+    samples_at_a_time = min(batch, max(1, BLOCK_ELEMENTS // (of_head * heads))) if apart is None else 1
+    memory = [xp.empty(samples_at_a_time * heads_at_a_time * of_head, wide) for _ in range(buffers)]
+    all_samples, all_heads = _parts(batch, samples_at_a_time), _parts(heads, heads_at_a_time)
+    positions_now = positions.tobytes(), positions.dtype, key_positions.tobytes(), key_positions.dtype
+    for rows, keys, mask in _rows_and_keys(*positions_now, window, wide):
+        seen = keys
+        for samples in alike(all_samples, q, last=batch % samples_at_a_time != 0):
+            if apart is not None:
+                b = samples.start
+                query_documents, key_documents = apart[0][b, rows], apart[1][b, : keys.stop]
+                seen = slice(max(keys.start, int(xp.searchsorted(key_documents, query_documents[0]))), keys.stop)
+                if seen.start == seen.stop:  # another rank has all keys of these documents
+                    continue
+                hidden = unseen(key_positions[seen, None], positions[rows], window)
+                hidden |= key_documents[seen, None] != query_documents
+                mask = 0, _minus_infinity(hidden, wide)
+            for part in alike(all_heads, q, last=heads % heads_at_a_time != 0):
+                shape = part.stop - part.start, seen.stop - seen.start, (rows.stop - rows.start) * repeats
+                several, sample = samples.stop - samples.start, samples.start if samples_at_a_time == 1 else samples
+                if samples_at_a_time > 1:
+                    shape = several, *shape
+                scores = [buffer[: several * shape[-3] * shape[-2] * shape[-1]].reshape(shape) for buffer in memory]
+                yield (sample, part, ..., rows), (sample, part, seen), mask, scores
+
+
+@lru_cache(maxsize=256)
+def _parts(length: int, step: int) -> Sequence[slice]:
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+@lru_cache(maxsize=32)  # all layers, and both directions, have the same few positions
+def _rows_and_keys(
+    query_bytes: bytes, query_dtype: Any, key_bytes: bytes, key_dtype: Any, window: int | None, dtype: Any
+) -> Sequence[tuple[slice, slice, Mask | None]]:
+    """Consecutive queries at a time, the keys that any of them sees, and which of these are hidden from some.
+
+    Positions are the bytes of arrays, of these dtypes; masks have ``dtype``. Equal masks are one array.
+    """
+    xp, masks, result = CPU.xp, {}, []
+    positions, key_positions = xp.frombuffer(query_bytes, query_dtype), xp.frombuffer(key_bytes, key_dtype)
+    for rows in _parts(len(positions), ROWS):
+        first, last = positions[rows.start], positions[rows.stop - 1]
+        end, seen_by_all = (int(key_positions.searchsorted(position, side="right")) for position in (last, first))
+        begin = 0 if window is None else int(key_positions.searchsorted(first - window, side="right"))
         if begin == end and window is not None:  # another rank has all keys in these windows
             continue
-        keys, mask = slice(begin, end), None
-        if window is not None and positions[rows.stop - 1] - key_positions[begin] >= window:
-            mask = 0, _minus_infinity(unseen(key_positions[keys, None], positions[rows], window), q)
-        elif seen_by_all < end:
-            seen_by_all = max(begin, seen_by_all)
+        seen_by_all = max(begin, seen_by_all)
+        if window is not None and last - key_positions[begin] >= window:
+            seen_by_all = begin
+        mask = None
+        if seen_by_all < end:
             hidden = unseen(key_positions[seen_by_all:end, None], positions[rows], window)
-            mask = seen_by_all - begin, _minus_infinity(hidden, q)
-        for b in alike(range(batch), q):
-            if apart is not None:
-                query_documents, key_documents = apart[0][b, rows], apart[1][b, :end]
-                keys = slice(max(begin, int(xp.searchsorted(key_documents, query_documents[0]))), end)
-                if keys.start == keys.stop:  # another rank has all keys of these documents
-                    continue
-                hidden = unseen(key_positions[keys, None], positions[rows], window)
-                hidden |= key_documents[keys, None] != query_documents
-                mask = 0, _minus_infinity(hidden, q)
-            for first in alike(range(0, heads, heads_at_a_time), q, last=heads % heads_at_a_time != 0):
-                part = slice(first, min(first + heads_at_a_time, heads))
-                shape = part.stop - first, keys.stop - keys.start, (rows.stop - start) * prod(shared)
-                yield _Block(b, part, rows, keys, mask, [buffer[: prod(shape)].reshape(shape) for buffer in memory])
+            same = masks.setdefault((hidden.shape, hidden.tobytes()), _minus_infinity(hidden, dtype))
+            mask = seen_by_all - begin, same
+        result.append((rows, slice(begin, end), mask))
+    return result
 
 
-def _minus_infinity(hidden: Array, like: Array) -> Array:
-    number = accumulated_in(like.dtype).type
-    return backend_of(like).xp.where(hidden, number(-backend_of(like).xp.inf), number(0))
+def _minus_infinity(hidden: Array, dtype: Any) -> Array:
+    return CPU.xp.where(hidden, dtype.type(-CPU.xp.inf), dtype.type(0))
 
 
 # --- Attention of a few new queries to all keys of sequences that grow: the step of a generation
@@ -321,11 +334,14 @@ def attend_to_keys(
 
 def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Array:
     """The y of ``attend_to_keys`` for one query[b 1 h k] per sequence that sees all its keys, with the fewest calls."""
-    xp, dtype, rounds = backend_of(q).xp, q.dtype, _rounds_probabilities(q)
-    q, k, v = widened(q), widened(k), widened(v)
-    rows = q.reshape(len(q), k.shape[2], prod(q.shape[3:-1]), q.shape[-1])  # -1 is undefined without sequences
+    xp, dtype, wide, width = backend_of(q).xp, q.dtype, widened(q), q.shape[-1]
+    is_narrow = wide is not q
+    rounds = is_narrow and _rounds_probabilities(q)
+    if is_narrow:
+        q, k, v = wide, widened(k), widened(v)
+    rows = q.reshape(q.shape[0], k.shape[2], prod(q.shape[3:-1]), width)  # -1 is undefined without sequences
     scores = xp.matmul(rows, k.transpose(0, 2, 3, 1))
-    scores *= q.shape[-1] ** -0.5
+    scores *= width**-0.5
     if cap is not None:
         soft_cap(scores, cap)
     highest = scores.max(axis=-1, keepdims=True)
@@ -334,7 +350,8 @@ def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Arr
     p = widened(rounded(scores, BFLOAT16)) if rounds else scores
     mixed = xp.matmul(p, v.transpose(0, 2, 1, 3))
     mixed /= scores.sum(axis=-1, keepdims=True)
-    return rounded(mixed.reshape(q.shape), dtype)
+    mixed = mixed.reshape(q.shape)
+    return rounded(mixed, dtype) if is_narrow else mixed
 
 
 def merge_parts(y: Array, log_sums: Array, top: Array) -> Array:

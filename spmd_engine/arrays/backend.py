@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import import_module
 from threading import Lock
 from types import ModuleType
@@ -76,6 +76,10 @@ class Backend:
         """``asarray`` of a small array, or a list, that nothing changes: a device keeps it."""
         return self.asarray(x)
 
+    def ones(self, size: int, dtype: Any) -> Array:
+        """So many ones, which nothing changes: the host keeps them."""
+        return self.xp.ones(size, dtype)
+
     def pinned_empty(self, shape, dtype) -> np.ndarray:
         """Host memory from which this backend's device copies fastest."""
         return np.empty(shape, dtype)
@@ -94,6 +98,12 @@ class Host(Backend):
         from spmd_engine.arrays.numba.images import fast_images
 
         return fast_images()
+
+    @lru_cache(maxsize=64)  # noqa: B019 (there is one host)
+    def ones(self, size: int, dtype: Any) -> Array:
+        ones = np.ones(size, dtype)
+        ones.flags.writeable = False
+        return ones
 
 
 def _tried(what: str, remedy: str, attempt: Callable[[], Any]) -> Any:
@@ -298,10 +308,12 @@ def enter_device() -> None:
 
 def backend_of(x: Array) -> Backend:
     """The backend that owns ``x``. Everything but arrays of a registered device counts as the host's."""
+    if type(x) is np.ndarray:
+        return CPU
     for backend in _device_backends:
         if backend.owns(x):
             return backend
-    if not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__"):
+    if hasattr(x, "__cuda_array_interface__"):
         return get_backend("cuda")
     return CPU
 

@@ -14,17 +14,21 @@ side; otherwise one copy is made. A letter of one operand alone is summed first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from math import prod
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
+from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, rounded
 from spmd_engine.arrays.products import matmul
 from spmd_engine.errors import NotationError
 
 Shape = tuple[int, ...]
+View = tuple[Callable[[Array], Array], ...]  #: how an array is summed, transposed and reshaped: the steps
+
+_shape_of = attrgetter("shape")
 
 
 def einsum(
@@ -37,82 +41,84 @@ def einsum(
     products and sums are wider, and rounded once. Raises NotationError naming pattern and shapes where a letter has
     two sizes, an operand too many or too few dimensions, or ``out`` another shape than the result.
     """
-    plan = _plan(pattern, *[x.shape for x in operands])
-    if out is not None and out.shape != plan.shape:
-        raise NotationError(f'einsum "{pattern}": the result has shape {plan.shape}, out has {out.shape}')
-    if dtype is None and out is not None:
-        dtype = out.dtype
-    result = plan.contract(operands, None if accumulate else out, dtype)
+    plan = _plan(pattern, *map(_shape_of, operands))
+    if out is not None:
+        if out.shape != plan.shape:
+            raise NotationError(f'einsum "{pattern}": the result has shape {plan.shape}, out has {out.shape}')
+        if dtype is None:
+            dtype = out.dtype
+    x = a = operands[0]
+    for step in plan.left:
+        a = step(a)
+    if not plan.product:
+        if dtype is None:
+            dtype = x.dtype
+        result = a if a.dtype == dtype else rounded(a, dtype)
+    else:
+        y = b = operands[1]
+        for step in plan.right:
+            b = step(b)
+        if plan.swap:
+            a, b = b, a
+        if out is not None and not accumulate and plan.is_in_order and out.flags.c_contiguous:
+            matmul(a, b, out=out.reshape(plan.product) if plan.after else out)
+            return out
+        if dtype is None and x.dtype in HALF_DTYPES and x.dtype == y.dtype:
+            dtype = x.dtype  # also if a letter of one of them was summed, wider
+        result = matmul(a, b, dtype=dtype)
+        for step in plan.after:
+            result = step(result)
     if out is None:
         return result
     if accumulate:
         out += result
-    elif result is not out:
+    else:
         out[...] = result
     return out
-
-
-class _View(NamedTuple):
-    """How an array is summed, transposed and reshaped, in this order; None: not at all."""
-
-    summed: Shape | None
-    axes: Shape | None
-    shape: Shape | None
-
-    @classmethod
-    def plan(cls, term: str, kinds: Sequence[str], sizes: Mapping[str, int]) -> _View:
-        """The view of an array with the letters ``term``; each of its dimensions merges one of ``kinds``."""
-        order = "".join(kinds)
-        remaining = "".join(c for c in term if c in order)
-        return cls(
-            tuple(i for i, c in enumerate(term) if c not in order) if remaining != term else None,
-            tuple(remaining.index(c) for c in order) if remaining != order else None,
-            tuple(prod(sizes[c] for c in kind) for kind in kinds) if any(len(kind) != 1 for kind in kinds) else None,
-        )
-
-    def of(self, x: Array) -> Array:
-        if self.summed is not None:
-            x = _sum(x, self.summed)
-        if self.axes is not None:
-            x = x.transpose(self.axes)
-        return x if self.shape is None else x.reshape(self.shape)
 
 
 class _Plan(NamedTuple):
     """The result is the view of one operand, or the product of the views of two."""
 
     shape: Shape  # the result's
-    views: tuple[_View, ...]
+    left: View  # of the first operand
+    right: View = ()  # of the second
     swap: bool = False  # compute (b x a) instead of (a x b): then the result needs no transposition
-    product: Shape = ()  # (batch..., left, right)
-    letters: Shape = ()  # the same, with a dimension for each letter
-    axes: Shape | None = None  # the transposition of these that gives the result; None: none
-
-    def contract(self, operands: tuple[Array, ...], out: Array | None, dtype: Any = None) -> Array:
-        """The result, in ``out`` where the product can be written straight into it."""
-        if len(operands) == 1:
-            return rounded(self.views[0].of(operands[0]), operands[0].dtype if dtype is None else dtype)
-        (x, y), (x_view, y_view) = operands, self.views
-        a, b = (y_view.of(y), x_view.of(x)) if self.swap else (x_view.of(x), y_view.of(y))
-        if out is not None and self.axes is None and out.flags.c_contiguous:
-            matmul(a, b, out=out.reshape(self.product))
-            return out
-        if dtype is None and is_half(x.dtype) and x.dtype == y.dtype:
-            dtype = x.dtype  # also if a letter of one of them was summed, wider
-        result = matmul(a, b, dtype=dtype).reshape(self.letters)
-        return result if self.axes is None else result.transpose(self.axes)
+    product: Shape = ()  # (batch..., left, right); of one operand empty
+    after: View = ()  # of the product
+    is_in_order: bool = True  # whether the product lies in memory as the result does
 
 
-def _sum(x: Array, axes: Shape) -> Array:
-    """The sum over ``axes``; BLAS computes it over leading axes, in half the time.
+def _view(term: str, kinds: Sequence[str], sizes: Mapping[str, int]) -> View:
+    """The view of an array with the letters ``term``; each of its dimensions merges one of ``kinds``."""
+    order = "".join(kinds)
+    remaining = "".join(c for c in term if c in order)
+    steps: list[Callable[[Array], Array]] = []
+    if remaining != term:
+        axes = tuple(i for i, c in enumerate(term) if c not in order)
+        leading = axes[-1] == len(axes) - 1
+        matrix = tuple(prod(sizes[c] for c in letters) for letters in (term[: len(axes)], remaining))
+        shape = tuple(sizes[c] for c in remaining)
+        steps.append(partial(_sum_of_rows, axes, matrix, shape) if leading and matrix[1] > 1 else partial(_sum, axes))
+    if remaining != order:
+        steps.append(methodcaller("transpose", tuple(remaining.index(c) for c in order)))
+    if any(len(kind) != 1 for kind in kinds):
+        steps.append(methodcaller("reshape", tuple(prod(sizes[c] for c in kind) for kind in kinds)))
+    return tuple(steps)
+
+
+def _sum_of_rows(axes: Shape, matrix: Shape, shape: Shape, x: Array) -> Array:
+    """The sum over leading ``axes``, of this shape, of rows of a ``matrix``: BLAS computes it in half the time.
 
     Not over all axes: there NumPy adds in pairs, which loses fewer digits than a sequential sum.
     """
-    rows, shape = prod(x.shape[: len(axes)]), x.shape[len(axes) :]
-    first = axes == tuple(range(len(axes))) and prod(shape) > 1
-    if not first or x.dtype.char not in "fd" or not x.flags.c_contiguous:
-        return x.sum(axis=axes, dtype=accumulated_in(x.dtype))
-    return (backend_of(x).xp.ones(rows, x.dtype) @ x.reshape(rows, prod(shape))).reshape(shape)
+    if x.dtype.char not in "fd" or not x.flags.c_contiguous:
+        return _sum(axes, x)
+    return (backend_of(x).ones(matrix[0], x.dtype) @ x.reshape(matrix)).reshape(shape)
+
+
+def _sum(axes: Shape, x: Array) -> Array:
+    return x.sum(axis=axes, dtype=accumulated_in(x.dtype))
 
 
 @lru_cache(maxsize=4096)  # a growing sequence has new shapes in each step
@@ -129,7 +135,7 @@ def _plan(pattern: str, *shapes: Shape) -> _Plan:
     sizes = _sizes(pattern, terms, shapes)
     shape = tuple(sizes[c] for c in output)
     if len(terms) == 1:
-        return _Plan(shape, (_View.plan(terms[0], output, sizes),))
+        return _Plan(shape, _view(terms[0], output, sizes))
     a, b = terms
     batch = "".join(c for c in output if c in a and c in b)
     left = "".join(c for c in output if c in a and c not in b)
@@ -139,20 +145,16 @@ def _plan(pattern: str, *shapes: Shape) -> _Plan:
     contracted = "".join(c for c in larger if c in a and c in b and c not in output)
     swap = output == batch + right + left
     if swap:
-        views = _View.plan(a, (*batch, contracted, left), sizes), _View.plan(b, (*batch, right, contracted), sizes)
+        views = _view(a, (*batch, contracted, left), sizes), _view(b, (*batch, right, contracted), sizes)
         left, right = right, left
     else:
-        views = _View.plan(a, (*batch, left, contracted), sizes), _View.plan(b, (*batch, contracted, right), sizes)
+        views = _view(a, (*batch, left, contracted), sizes), _view(b, (*batch, contracted, right), sizes)
     order = batch + left + right
     product = tuple(prod(sizes[c] for c in kind) for kind in (*batch, left, right))
-    return _Plan(
-        shape,
-        views,
-        swap,
-        product=product,
-        letters=tuple(sizes[c] for c in order),
-        axes=tuple(order.index(c) for c in output) if order != output else None,
-    )
+    after = _view(order, tuple(output), sizes)
+    if (letters := tuple(sizes[c] for c in order)) != product:
+        after = methodcaller("reshape", letters), *after
+    return _Plan(shape, *views, swap, product, after, order == output)
 
 
 def _sizes(pattern: str, inputs: tuple[str, ...], shapes: tuple[Shape, ...]) -> dict[str, int]:

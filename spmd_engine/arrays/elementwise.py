@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from spmd_engine.arrays.backend import CPU, Array, backend_of
 from spmd_engine.arrays.fused import kernels_for
-from spmd_engine.arrays.precision import is_half
+from spmd_engine.arrays.precision import HALF_DTYPES
 
 
 def add_to(x: Array, y: Array) -> Array:
     """x += y, for y shaped as x or its last dims; returns x."""
-    if not (is_half(x.dtype) and type(x) is CPU.xp.ndarray and CPU.kernels and CPU.kernels.add_halves(x, y)):
+    if not (x.dtype in HALF_DTYPES and type(x) is CPU.xp.ndarray and CPU.kernels and CPU.kernels.add_halves(x, y)):
         x += y
     return x
 
 
 def multiply_by(x: Array, y: Array) -> Array:
     """x *= y, for y shaped as x or its last dims; returns x."""
-    if not (is_half(x.dtype) and type(x) is CPU.xp.ndarray and CPU.kernels and CPU.kernels.multiply_halves(x, y)):
+    if not (x.dtype in HALF_DTYPES and type(x) is CPU.xp.ndarray and CPU.kernels and CPU.kernels.multiply_halves(x, y)):
         x *= y
     return x
 
 
 def plus(x: Array, y: Array) -> Array:
     """x + y, both of one shape."""
-    return add_to(x.copy(), y) if is_half(x.dtype) else x + y
+    return add_to(x.copy(), y) if x.dtype in HALF_DTYPES else x + y
 
 
 def kept_where(x: Array, flags: Array) -> Array:

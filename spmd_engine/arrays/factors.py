@@ -81,9 +81,9 @@ def unseen(key_positions: Any, positions: Any, window: int | None) -> Any:
 
 
 def hide(scores: Any, mask: Mask | None) -> None:
-    """Add -inf to scores[h t s] where the mask hides a key from a query; rs rows repeat the mask of s."""
+    """Add -inf to scores[... t s] where the mask hides a key from a query; rs rows repeat the mask of s."""
     if mask is not None:
         first, hidden = mask
-        rows = scores.reshape(*scores.shape[:2], -1, hidden.shape[1])
+        rows = scores.reshape(*scores.shape[:-1], -1, hidden.shape[1])
         # An addition is many times faster than an assignment through a boolean index.
-        rows[:, first:] += hidden[:, None]
+        rows[..., first:, :, :] += hidden[:, None]

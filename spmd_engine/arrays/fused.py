@@ -1,15 +1,15 @@
 """``@fused``: a function that NumPy computes in pieces, unless a backend has a kernel for it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from inspect import signature
 from math import prod
 from typing import Any
 
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.backend import CPU, Array, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
-from spmd_engine.arrays.precision import accumulated_in, is_half, rounded, widened
+from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, rounded, widened
 
 
 def kernels_for(x: Array, kind: str = "kernels", name: str = "") -> Any:
@@ -17,9 +17,18 @@ def kernels_for(x: Array, kind: str = "kernels", name: str = "") -> Any:
 
     They take 16-bit floats for the functions, by ``name``, that widen and round them in one pass with the computation.
     """
-    kernels = getattr(backend_of(x), kind)
-    emulated = is_half(x.dtype) and accumulated_in(x.dtype).itemsize > 4
-    return None if kernels is None or emulated or not kernels.takes(x, name) else kernels
+    kernels = getattr(CPU if type(x) is CPU.xp.ndarray else backend_of(x), kind)
+    if kernels is None or not kernels.takes(x, name):
+        return None
+    emulated = x.dtype in HALF_DTYPES and accumulated_in(x.dtype).itemsize > 4
+    return None if emulated else kernels
+
+
+def fastest(function: Callable, x: Array) -> Callable:
+    """The kernel with the name of ``function`` for arrays such as ``x``, or ``function`` if there is none: a choice for
+    all calls of a loop."""
+    kernels = kernels_for(x)
+    return function if kernels is None else getattr(kernels, function.__name__)
 
 
 def fused(function: Callable) -> Callable:
@@ -57,22 +66,22 @@ def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
     names = list(signature(function).parameters)
     by_row = [argument in BY_ROW for argument in names] if kind != "image_kernels" and "rotation" not in names else None
 
-    def compute(x: Array, *others, **options):
+    @wraps(function)
+    def run(x: Array, *others, **options):
+        if x.dtype in HALF_DTYPES:
+            return of_halves(x, *others, **options)
         if kind and (kernels := kernels_for(x, kind)) is not None:
             result = getattr(kernels, name)(x, *others, **options)
             if result is not NotImplemented:
                 return result
         return function(x, *others, **options)
 
-    @wraps(function)
-    def run(x: Array, *others, **options):
-        if not is_half(x.dtype):
-            return compute(x, *others, **options)
+    def of_halves(x: Array, *others, **options):
         if kind and (kernels := kernels_for(x, kind, name)) is not None:
             pairs = zip((x, *others), names, strict=False)
             if all(y.dtype == x.dtype for y, argument in pairs if argument in BY_ROW - {"inverse"}):
                 return getattr(kernels, name)(x, *others, **options)
-        return _of_halves(compute, by_row, sums, [x, *others], options)
+        return _of_halves(run, by_row, sums, [x, *others], options)
 
     return run
 
@@ -150,15 +159,16 @@ def chunks(x: Array, elements: int = CACHE_ELEMENTS) -> Iterator[slice]:
         yield slice(start, min(start + step, length))
 
 
-def alike(numbers: range, x: Array, *, last: bool = False) -> Iterator[int]:
-    """The numbers of a loop that does the same work in each iteration, on parts of ``x`` of equal size.
+def alike(parts: Sequence[Any], x: Array, *, last: bool = False) -> Iterable[Any]:
+    """The numbers or parts of a loop that does the same work in each iteration, on parts of ``x`` of equal size.
 
     If ``x`` is a meta array, only the first iteration runs, and counts for all; with ``last``, the last one runs, too.
     """
-    if not isinstance(x, ShapedArray) or len(numbers) < 3:
-        yield from numbers
-        return
-    with meter().repeated(len(numbers) - last):
-        yield numbers[0]
+    return _first_for_all(parts, last) if isinstance(x, ShapedArray) and len(parts) > 2 else parts
+
+
+def _first_for_all(parts: Sequence[Any], last: bool) -> Iterator[Any]:
+    with meter().repeated(len(parts) - last):
+        yield parts[0]
     if last:
-        yield numbers[-1]
+        yield parts[-1]

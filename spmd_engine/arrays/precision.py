@@ -10,11 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ml_dtypes import bfloat16
+
 from spmd_engine.arrays.backend import CPU, Array
 from spmd_engine.arrays.dtypes import described
+from spmd_engine.errors import UsageError, one_of
 
 HALVES = ("bfloat16", "float16")
 FLOATS = ("float32", *HALVES, "float64")  #: precisions by name
+
+#: The dtypes of 16-bit floats on the host: ``x.dtype in HALF_DTYPES`` where a call of ``is_half`` costs much.
+HALF_DTYPES = frozenset({CPU.xp.dtype("float16"), CPU.xp.dtype(bfloat16)})
 
 _WIDE, _EXACT = CPU.xp.dtype("float32"), CPU.xp.dtype("float64")
 _sums = [_WIDE]  # the dtype of sums of 16-bit floats comes last
@@ -33,6 +39,16 @@ def is_float(dtype: Any) -> bool:
 def dtype_of(precision: Any) -> Any:
     """The dtype of a name, also "bfloat16", or of anything else that ``numpy.dtype`` takes."""
     return described(precision) if isinstance(precision, str) else CPU.xp.dtype(precision)
+
+
+def float_dtype(what: str, precision: Any) -> Any:
+    """The dtype of one of ``FLOATS``, by its name or itself; ``what`` it is for. Raises UsageError for another one."""
+    try:
+        if (dtype := dtype_of(precision)).name in FLOATS:
+            return dtype
+    except (TypeError, AttributeError):
+        pass
+    raise UsageError(f"{what}: dtype is {precision!r}; {one_of(precision, FLOATS)}")
 
 
 def accumulated_in(dtype: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.precision import accumulated_in, is_half, rounded, widened
+from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, is_half, rounded, widened
 from spmd_engine.arrays.product_libraries.library import ProductLibrary
 from spmd_engine.arrays.windows import Window
 
@@ -66,10 +66,10 @@ def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> A
     """
     if type(a) is not np.ndarray or type(b) is not np.ndarray:
         return _of_backend(a, b, out, dtype)
-    library = None
     if _chosen and a.dtype == b.dtype and a.ndim > 1 and b.ndim > 1 and accumulated_in(a.dtype) == FLOAT32:
         library = _chosen.get((a.dtype, size_class(a.shape[-2], a.shape[-1], b.shape[-1])))
-    return product_by(library, a, b, out, dtype)
+        return product_by(library, a, b, out, dtype)
+    return _of_numpy(a, b, out, dtype)
 
 
 def convolve(kind: str, x: np.ndarray, w: np.ndarray, y: np.ndarray, rows: Window, columns: Window) -> bool:
@@ -87,11 +87,7 @@ def product_by(
     """The product by this library, or by NumPy: with None, and if the library does not take the operands."""
     if library is not None and (y := _by(library, a, b, out, dtype)) is not None:
         return y
-    if a.dtype == b.dtype and not is_half(a.dtype) and (dtype is None or dtype == a.dtype):
-        return _of_numpy(a, b, out)
-    if dtype is None:
-        dtype = np.result_type(a.dtype, b.dtype) if out is None else out.dtype
-    return _of_copies(a, b, out, dtype)
+    return _of_numpy(a, b, out, dtype)
 
 
 def size_class(m: int, k: int, n: int) -> str:
@@ -122,6 +118,19 @@ def _by(library: ProductLibrary, a: np.ndarray, b: np.ndarray, out: np.ndarray |
 
 def _is_free(out: np.ndarray, a: np.ndarray, b: np.ndarray) -> bool:
     return out.flags.writeable and not np.may_share_memory(out, a) and not np.may_share_memory(out, b)
+
+
+def _of_numpy(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any) -> np.ndarray:
+    """The product by NumPy's BLAS, perhaps of copies or of parts."""
+    if a.dtype in HALF_DTYPES or a.dtype != b.dtype or (dtype is not None and dtype != a.dtype):
+        if dtype is None:
+            dtype = np.result_type(a.dtype, b.dtype) if out is None else out.dtype
+        return _of_copies(a, b, out, dtype)
+    if out is not None:
+        return np.matmul(a, b, out=out)
+    if a.ndim == b.ndim == 2 and (a.shape[0] <= FEW or b.shape[1] <= FEW):
+        return _of_few_rows(a, b)
+    return np.matmul(a, b)
 
 
 def _of_backend(a: Array, b: Array, out: Array | None, dtype: Any) -> Array:
@@ -159,7 +168,8 @@ def _of_copies(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any)
             rounded(np.matmul(widened(a[part]), b), y.dtype, y[part])
         return y
     a, b = widened(a), widened(b)
-    y = _of_numpy(a, b, out if out is not None and out.dtype == a.dtype == b.dtype else None)
+    fits = out is not None and out.dtype == a.dtype == b.dtype
+    y = np.matmul(a, b, out=out) if fits else _of_few_rows(a, b)
     return y if y is out else rounded(y, dtype, out)
 
 
@@ -191,14 +201,14 @@ PART_BYTES = 300_000  # a part of the matrix: with its copy, less than a core's 
 LEAST_BYTES = 1_000_000  # the smallest matrix for which parts are faster
 
 
-def _of_numpy(a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    """a · b, whichever of the two is the large matrix; for one row, BLAS copies nothing."""
-    if out is None and a.ndim == b.ndim == 2 and a.dtype == b.dtype and 1 < min(len(a), b.shape[1]) <= FEW:
+def _of_few_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a · b, whichever of the two is the large matrix, if one is; for one row, BLAS copies nothing."""
+    if a.ndim == b.ndim == 2 and a.dtype == b.dtype and 1 < min(len(a), b.shape[1]) <= FEW:
         if _is_worth_it(a, b):
             return _by_parts(a, b)
         if _is_worth_it(b.T, a.T):
             return _by_parts(b.T, a.T).T
-    return np.matmul(a, b) if out is None else np.matmul(a, b, out=out)
+    return np.matmul(a, b)
 
 
 def _is_worth_it(few: np.ndarray, large: np.ndarray) -> bool:

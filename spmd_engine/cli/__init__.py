@@ -97,7 +97,7 @@ SHORTAGES = {
     package=__name__,
     modules={name: name for names in COMMANDS.values() for name in names} | {"join": "migrate"},
     headings=COMMANDS,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.version_option(__version__, prog_name="spmd_engine")
 def cli() -> None:
@@ -195,7 +195,7 @@ def _where_own_code_ended(leave: BaseException) -> str:
     return ""
 
 
-_PACKAGE, _PYTHON, _CLICK = (os.path.dirname(str(each.__file__)) + os.sep for each in (spmd_engine, os, click))
+_PACKAGE, _PYTHON, _CLICK = (os.path.dirname(str(module.__file__)) + os.sep for module in (spmd_engine, os, click))
 
 
 def _program_name() -> str:

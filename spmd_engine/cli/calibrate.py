@@ -40,14 +40,17 @@ from spmd_engine.training.workload import make_trainer, open_workload
     metavar="TIME",
     type=Quantity(units.SECONDS),
     default=SECONDS,
-    show_default=True,
     help="Time to measure matrix products and memory, from 1s to 10min.",
 )
 @click.option(
-    "--offload-dir", "folder", metavar="FOLDER", default=".", help="Folder of --offload, whose disk is measured."
+    *("--offload-dir", "folder"),
+    metavar="FOLDER",
+    default=".",
+    show_default=False,
+    help="Folder of --offload, whose disk is measured.",
 )
-@click.option("--device", type=Choice(["cpu", "cuda"]), default="cpu", help="What is measured. [default: cpu]")
-@click.option("--fit/--no-fit", default=True, show_default=True, help="Fit the cost of an operation to a few steps.")
+@click.option("--device", type=Choice(["cpu", "cuda"]), default="cpu", help="What is measured.")
+@click.option("--fit/--no-fit", default=True, help="Fit the cost of an operation to a few steps.")
 @click.option("--force", is_flag=True, help="Measure also while other programs compute; the file says so.")
 def calibrate(output: Path | None, seconds: float, folder: str, device: str, fit: bool, force: bool) -> None:
     """Measure matrix products by library, size and dtype, memory, links, and the disk of --offload, in under a minute.

@@ -122,7 +122,7 @@ def digest(path: str, other: str | None, arrays: bool) -> None:
 @checkpoint.command()
 @click.argument("path")
 @click.argument("folder")
-@click.option("--files", type=WholeRange(1, MOST_FILES), default=1, show_default=True, help="Files of each kind.")
+@click.option("--files", type=WholeRange(1, MOST_FILES), default=1, help="Files of each kind.")
 def reshard(path: str, folder: str, files: int) -> None:
     """Rewrite a checkpoint into FOLDER, that of a run, in another number of files.
 
@@ -141,14 +141,12 @@ def reshard(path: str, folder: str, files: int) -> None:
     "kind",
     type=Choice(["safetensors", "huggingface", "gguf", "peft"]),
     default="safetensors",
-    show_default=True,
     help="One file with our names, a folder for transformers, a file for llama.cpp, or a folder of adapters for PEFT.",
 )
 @click.option(
     "--dtype",
     type=Choice(list(NAMES)),
     default="float32",
-    show_default=True,
     help="Dtype in a folder or GGUF file; there float32, float16 or bfloat16.",
 )
 def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> None:
@@ -182,7 +180,7 @@ def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> No
     type=Choice(["huggingface", "gguf"]),
     help="A folder for transformers, or a file for llama.cpp. [default: gguf if TARGET ends with .gguf]",
 )
-@click.option("--dtype", type=Choice(list(NAMES)), default="float32", show_default=True, help="Dtype of the weights.")
+@click.option("--dtype", type=Choice(list(NAMES)), default="float32", help="Dtype of the weights.")
 def convert(model: str, target: str, kind: str | None, dtype: str) -> None:
     """Write a pretrained MODEL, a GGUF file or a folder, in the other format, as TARGET, without a run.
 
@@ -199,7 +197,7 @@ def convert(model: str, target: str, kind: str | None, dtype: str) -> None:
         click.echo(target)
 
 
-_ENDINGS = {"safetensors": [".safetensors"], "gguf": [".gguf"]}  #: of files, by format
+_ENDINGS = {"safetensors": [".safetensors"], "gguf": [".gguf"]}  #: endings of files, by format
 _WRITERS = {"gguf": export_gguf, "huggingface": export_huggingface}  #: for other programs, by format
 
 

@@ -17,6 +17,7 @@ from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending
+from spmd_engine.foreign import first_few
 from spmd_engine.formats.text_documents import ALL, CHUNK, Columns, documents, find_files, format_name, parse_columns
 from spmd_engine.formats.token_file import TokenFile, is_token_file, open_token_file
 from spmd_engine.models.load_config import tokenizer_at
@@ -25,6 +26,7 @@ from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.data.contact_sheet import holds_images
 from spmd_engine.training.data.prepare import FileSummary, encoded_document, prepare_with_summary
 from spmd_engine.training.data.token_data import check_digests
+from spmd_engine.training.train_config import TrainConfig
 
 BYTES, SHEET = "bytes", "contact-sheet.png"
 
@@ -34,26 +36,12 @@ def data() -> None:
     """Encode a corpus once, as a file of tokens that training maps: train --data FILE."""
 
 
-columns_option = click.option(
-    "--columns",
-    metavar="WHAT=NAME",
-    help="Columns or keys of rows: text=article, or prompt=question,completion=answer.",
-)
-
-
 @data.command()
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--output", metavar="FILE", required=True, help="File to write.")
-@click.option(
-    "--tokenizer",
-    metavar="PATH",
-    default=BYTES,
-    show_default=True,
-    help="A model's folder or GGUF file, or tokenizer.json.",
-)
-@columns_option
-@takes_job("check", config=False)
-def prepare(paths, output, tokenizer, columns, job) -> None:
+@click.option("--tokenizer", metavar="PATH", default=BYTES, help="A model's folder or GGUF file, or tokenizer.json.")
+@takes_job("columns", "check", config=False)
+def prepare(paths, output, tokenizer, job) -> None:
     """Encode text files, folders of them, and rows of .jsonl, .json, .csv, .tsv and .parquet files, also compressed
     (.gz, .zst). Several ranks share the work.
 
@@ -62,13 +50,13 @@ def prepare(paths, output, tokenizer, columns, job) -> None:
     chat template. In instructions, the loss counts only completions and the assistant's answers. One document in 20 is
     held out for validation. 'data show' prints documents as the model sees them.
     """
-    named = parse_columns(columns)
+    columns = parse_columns(job.data.columns)
     check_ending("--output", output, ".tokens", ".bin")
     with open_mesh(job) as mesh:
         chosen: Tokenizer = ByteTokenizer()
         if tokenizer != BYTES:
             chosen = on_all_ranks(mesh.group(), lambda: tokenizer_at(tokenizer))
-        file, summary = prepare_with_summary(mesh.group(), paths, chosen, output, named)
+        file, summary = prepare_with_summary(mesh.group(), paths, chosen, output, columns)
         on_rank_zero(mesh.group(), lambda: click.echo("\n".join([*_by_file(summary), _description(file)])))
 
 
@@ -103,12 +91,12 @@ _LISTED = 20  #: most files of which a summary is printed
 
 def _by_file(summary: Sequence[FileSummary]) -> list[str]:
     """A line a file, first those of which something is not read; nothing for a single file without remarks."""
-    ordered = sorted(summary, key=lambda each: not (each.left_out or each.notices))
-    lines = [str(each) for each in ordered[:_LISTED]]
+    ordered = sorted(summary, key=lambda of_file: not (of_file.left_out or of_file.notices))
+    lines = [str(of_file) for of_file in ordered[:_LISTED]]
     if len(ordered) > _LISTED:
         rest = FileSummary(f"{len(ordered) - _LISTED:,} more files")
-        for each in ordered[_LISTED:]:
-            rest.merge(each)
+        for of_file in ordered[_LISTED:]:
+            rest.merge(of_file)
         lines.append(str(rest))
     return lines
 
@@ -116,19 +104,17 @@ def _by_file(summary: Sequence[FileSummary]) -> list[str]:
 # --- Documents as the model sees them
 
 _WIDTH = 100  #: characters of a line of tokens
-_MOST_TOKENS = 400  #: of a document that is printed
+_MOST_TOKENS = 400  #: most tokens of a document that is printed
 
 
 @data.command()
 @click.argument("path")
-@click.option("--model", metavar="PATH", default=BYTES, show_default=True, help="As --tokenizer of 'data prepare'.")
-@click.option(
-    "-n", "count", type=WholeRange(1, 100), default=5, show_default=True, help="Documents of each kind, or images."
-)
-@click.option("--output", metavar="FILE", default=SHEET, show_default=True, help="Contact sheet of images to write.")
+@click.option("--model", metavar="PATH", default=BYTES, help="As --tokenizer of 'data prepare'.")
+@click.option("-n", "count", type=WholeRange(1, 100), default=5, help="Documents of each kind, or images.")
+@click.option("--output", metavar="FILE", default=SHEET, help="Contact sheet of images to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print an object a line for each document, with all its tokens.")
-@columns_option
-def show(path: str, model: str, count: int, output: str, as_json: bool, columns: str | None) -> None:
+@takes_job("columns", config=False)
+def show(path: str, model: str, count: int, output: str, as_json: bool, job: TrainConfig) -> None:
     """Print the first documents of each kind in a file, a folder or a file of tokens, as the model will see them.
 
     For a data set of images: print its classes, and write the first images of each as the model will see them. What is
@@ -142,8 +128,8 @@ def show(path: str, model: str, count: int, output: str, as_json: bool, columns:
     if Path(path).exists() and holds_images(path):
         print_images(path, count, output, as_json)
         return
-    named, found = parse_columns(columns), False
-    for document in _in_token_file(path, count) if is_token_file(path) else _in_texts(path, model, count, named):
+    columns, found = parse_columns(job.data.columns), False
+    for document in _in_token_file(path, count) if is_token_file(path) else _in_texts(path, model, count, columns):
         found = True
         click.echo(json.dumps(document, ensure_ascii=False) if as_json else "\n".join(_as_lines(document)))
     if not found:
@@ -173,6 +159,8 @@ def _in_texts(path: str, model: str, count: int, columns: Columns | None) -> Ite
                 learnt = [1] * len(encoded.tokens) if encoded.learnt is None else encoded.learnt.tolist()
                 if notice := encoded.notice or document.notice:
                     facts["notice"] = notice
+                if document.unread:
+                    facts["not_read"] = [*document.unread]
                 yield {**facts, **_tokens(tokenizer, encoded.tokens, learnt), "text": encoded.text}
             elif number > 100 * count:
                 break
@@ -201,9 +189,9 @@ def _as_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"{title}, left out"
         return
     pieces, learnt = document["pieces"], document["learnt"]
-    yield ", ".join(
-        [f"{title}, {len(pieces):,} tokens, {sum(learnt):,} of them learnt", *filter(None, [document.get("notice")])]
-    )
+    about = [f"{title}, {len(pieces):,} tokens, {sum(learnt):,} of them learnt"]
+    about += [document["notice"]] if "notice" in document else []
+    yield ", ".join(about + [f"not read: {first_few(document['not_read'], 8)}"] if "not_read" in document else about)
     line, size, shown = [], 0, min(len(pieces), _MOST_TOKENS)
     for at in range(shown):
         piece = json.dumps(pieces[at], ensure_ascii=False)[1:-1]

@@ -29,7 +29,6 @@ COLOURS = {GOOD: "green", WARNING: "yellow", ERROR: "red"}
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs"),
-    show_default=True,
     help="Where runs will be written.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings and facts as one JSON object.")
@@ -68,8 +67,8 @@ def doctor(folder: Path, as_json: bool, blame: bool) -> None:
 
 def _print(findings: list[CheckResult], ranks: list[Any], together: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        found = [asdict(finding) for finding in findings]
-        click.echo(json.dumps({"findings": found, "ranks": ranks, "together": together}, default=str))
+        listed = [asdict(finding) for finding in findings]
+        click.echo(json.dumps({"findings": listed, "ranks": ranks, "together": together}, default=str))
         return
     console = Console(highlight=False, soft_wrap=True)
     width = max(len(finding.name) for finding in findings)

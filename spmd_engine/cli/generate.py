@@ -12,10 +12,10 @@ import click
 
 from spmd_engine.cli.options import LongCommand, open_mesh, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_option, open_text_model, run_option
-from spmd_engine.cli.values import WholeNumber, WholeRange
+from spmd_engine.cli.values import NumberRange, WholeNumber, WholeRange
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, waits_outside
 from spmd_engine.errors import UsageError
-from spmd_engine.formats.text_documents import prompts_in
+from spmd_engine.formats.text_documents import Columns, parse_columns, prompts_in
 from spmd_engine.serving import Completion, StoppingCriteria
 from spmd_engine.serving import generate as generate_texts
 from spmd_engine.serving.generation import BATCH, OnText
@@ -25,7 +25,7 @@ from spmd_engine.training.train_config import TrainConfig
 
 TOKENS = 240  #: most new tokens, without a limit of the model
 
-_SHARE = click.FloatRange(0, 1)
+_SHARE = NumberRange(0, 1)
 
 
 @click.command(cls=LongCommand, short_help="Write text with a model.")
@@ -44,14 +44,14 @@ _SHARE = click.FloatRange(0, 1)
 @click.option(
     "--tokens", type=WholeRange(min=1), help=f"Most new tokens. [default: the model's own limit, or {TOKENS}]"
 )
-@click.option("--temperature", type=click.FloatRange(0, LARGEST), help="Divides logits; 0: greedy.")
+@click.option("--temperature", type=NumberRange(0, LARGEST), help="Divides logits; 0: greedy.")
 @click.option("--top-k", type=WholeRange(min=0), help="Sample from this many of the likeliest tokens; 0: all.")
 @click.option("--top-p", type=_SHARE, help="Sample from the likeliest tokens with this total probability.")
 @click.option("--min-p", type=_SHARE, help="Sample from tokens with this fraction of the largest probability.")
-@click.option("--repetition-penalty", type=click.FloatRange(1e-6, LARGEST), help="Above 1: repeat tokens less.")
+@click.option("--repetition-penalty", type=NumberRange(1e-6, LARGEST), help="Above 1: repeat tokens less.")
 @click.option("--greedy", is_flag=True, help="Take the likeliest token, whatever the model's own configuration says.")
-@click.option("--seed", type=WholeNumber(), default=0, show_default=True, help="Seed of sampling.")
-@click.option("--samples", type=WholeRange(min=1), default=1, show_default=True, help="Texts for each prompt.")
+@click.option("--seed", type=WholeNumber(), default=0, help="Seed of sampling.")
+@click.option("--samples", type=WholeRange(min=1), default=1, help="Texts for each prompt.")
 @click.option("--stop", multiple=True, help="A string that ends a text; may be repeated.")
 @click.option("--ignore-end", is_flag=True, help="Continue when the model would end.")
 @click.option(
@@ -59,7 +59,7 @@ _SHARE = click.FloatRange(0, 1)
     default=None,
     help="Beyond the context, continue from its last half. [default: except for a model by path]",
 )
-@click.option("--batch-size", type=WholeRange(min=1), default=BATCH, show_default=True, help="Texts at a time.")
+@click.option("--batch-size", type=WholeRange(min=1), default=BATCH, help="Texts at a time.")
 @click.option("--log-probs", is_flag=True, help="With --json: the log-probability of each token.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print an object a line for each text, with its tokens and its end."
@@ -79,9 +79,11 @@ def generate(run: str | None, checkpoint: str | None, job: TrainConfig, **option
     if options["greedy"] and sampled:
         option = sampled[0].replace("_", "-")
         raise UsageError(f"--greedy takes the likeliest token, and --{option} {options[sampled[0]]} samples: omit one")
+    columns = parse_columns(job.data.columns)
     with open_mesh(job) as opened:
         with waits_outside(opened.group(), "reading --prompts"):  # perhaps from a terminal
-            prompts = json_from_rank_zero(opened.group(), lambda: _prompts(options["prompts"], options["file"]))
+            named = options["prompts"], options["file"], columns
+            prompts = json_from_rank_zero(opened.group(), lambda: _prompts(*named))
         served = open_text_model(run, checkpoint, job, opened)
         texts = [_text_of(served, prompt, options) for prompt in prompts for _ in range(options["samples"])]
         tokens = [tokens for _, tokens, _ in texts]
@@ -114,11 +116,11 @@ def generate(run: str | None, checkpoint: str | None, job: TrainConfig, **option
             printing.finish(completions)
 
 
-def _prompts(texts: Sequence[str], file: str | None) -> list[Any]:
+def _prompts(texts: Sequence[str], file: str | None, columns: Columns | None = None) -> list[Any]:
     """The prompts: texts, or messages with the tools that the assistant may call."""
     prompts: list[Any] = list(texts)
     if file is not None:
-        rows = prompts_in(file)
+        rows = prompts_in(file, columns)
         prompts += [row.text if row.messages is None else [row.messages, row.tools] for row in rows]
     if not prompts:
         raise UsageError("generate needs a prompt: give --prompt TEXT or --prompts FILE")

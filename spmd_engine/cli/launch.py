@@ -18,22 +18,14 @@ from spmd_engine.training.run_folder import run_folder
     short_help="Start a job, and restart it when a rank dies.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option(
-    "-n", "--ranks", type=WholeNumber(), default=1, show_default=True, help="Number of ranks, as for mpiexec."
-)
-@click.option("--hosts", default="", metavar="A,B,...", help="Hosts, as for mpiexec. [default: this one]")
-@click.option(
-    "--max-restarts",
-    type=WholeRange(min=0),
-    default=3,
-    show_default=True,
-    help="Most restarts in a row without progress.",
-)
+@click.option("-n", "--ranks", type=WholeNumber(), default=1, help="Number of ranks, as for mpiexec.")
+@click.option("--hosts", metavar="A,B,...", help="Hosts, as for mpiexec. [default: this one]")
+@click.option("--max-restarts", type=WholeRange(min=0), default=3, help="Most restarts in a row without progress.")
 @click.option(
     "--min-ranks", type=WholeNumber(), help="Continue with fewer ranks, down to this number. [default: as -n]"
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def launch(ranks: int, hosts: str, max_restarts: int, min_ranks: int | None, arguments: tuple[str, ...]) -> None:
+def launch(ranks: int, hosts: str | None, max_restarts: int, min_ranks: int | None, arguments: tuple[str, ...]) -> None:
     """Start ranks with mpiexec, and restart all of them from the last checkpoint when one dies.
 
     \b
@@ -50,7 +42,7 @@ def launch(ranks: int, hosts: str, max_restarts: int, min_ranks: int | None, arg
     command (exit code 2), there is no restart. scripts/slurm.sh and scripts/pbs.sh are jobs for batch systems.
     """
     newest = newest_checkpoint(arguments)
-    sys.exit(Supervisor(ranks, arguments, max_restarts, min_ranks, hosts, newest).run())
+    sys.exit(Supervisor(ranks, arguments, max_restarts, min_ranks, hosts or "", newest).run())
 
 
 def newest_checkpoint(arguments: Sequence[str]) -> Callable[[], Path | None] | None:

@@ -28,9 +28,10 @@ from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.observers import EventLog
 from spmd_engine.training.run_folder import run_folder
 from spmd_engine.training.train_config import TrainConfig
-from spmd_engine.units import SECONDS
+from spmd_engine.units import SECONDS, readable_bytes, readable_seconds
 
 EVERY = 0.1  #: seconds between two looks for the answer
+MOST_MOVES = 8  #: pairs of ranks that a line lists
 
 
 @click.command(cls=LongCommand, short_help="Change how a running job is spread over its ranks.")
@@ -44,7 +45,6 @@ EVERY = 0.1  #: seconds between two looks for the answer
 @click.option(
     "--protocol",
     type=Choice(PROTOCOLS),
-    default=PROTOCOLS[0],
     help="How arrays move: between two steps, in memory or by a checkpoint; or live, while steps go on. "
     "[default: stop-and-copy]",
 )
@@ -54,23 +54,27 @@ EVERY = 0.1  #: seconds between two looks for the answer
     help="The part of each expert of a layer, along the axes that split experts, as in block0/moe=0:1:1:0. "
     "[default: as now if the axes stay, else even parts]",
 )
-@click.option("--at", metavar="STEP", type=WholeNumber(), default=0, help="Change after this step. [default: the next]")
+@click.option("--at", metavar="STEP", type=WholeNumber(), help="Change after this step. [default: the next]")
 @click.option(
     "--wait",
     type=Quantity(SECONDS),
     metavar="TIME",
-    default=600.0,
-    help="Longest wait for the answer; a live migration that takes longer is given up. [default: 10min]",
+    default="10min",
+    help="Longest wait for the answer; a live migration that takes longer is given up.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Print what would move, and for how long, by each protocol; move nothing."
 )
 @options_of(TrainConfig, ["composition"], without=["compress"])
 def migrate(
     run: str,
     plan: str | None,
     ranks: str | None,
-    protocol: str,
+    protocol: str | None,
     experts: str | None,
-    at: int,
+    at: int | None,
     wait: float,
+    dry_run: bool,
     **options: Any,
 ) -> None:
     """Change the mesh, the ZeRO stage or other options of the job that trains in the folder RUN, between two steps.
@@ -84,6 +88,7 @@ def migrate(
       python -m spmd_engine migrate gpt-nano-1 --mesh data=2,model=2 --zero 1
       python -m spmd_engine migrate gpt-nano-1 --mesh data=2 --ranks 0,3
       python -m spmd_engine migrate gpt-nano-1 --stages 0,5 --protocol live
+      python -m spmd_engine migrate gpt-nano-1 --mesh data=2,model=2 --dry-run
     """
     if launcher_rank() > 0:
         return
@@ -100,9 +105,12 @@ def migrate(
         values.pop("compress")
     if not values and ranks is None and experts is None:
         raise UsageError("migrate needs the new shape: --mesh, --zero, another option of it, --ranks, or --plan")
+    if dry_run and protocol is not None:
+        raise UsageError(f"--protocol {protocol} with --dry-run, which prints all protocols: omit one")
     ParallelConfig().changed(**values)  # raises UsageError for a value that no mesh permits
+    how: dict[str, Any] = {"within": wait, "experts": _experts(experts), "dry_run": dry_run}
     request = ShapeRequest(
-        values, parse_ranks(ranks), at, model, os.urandom(8).hex(), protocol, within=wait, experts=_experts(experts)
+        values, parse_ranks(ranks), at or 0, model, os.urandom(8).hex(), protocol or PROTOCOLS[0], **how
     )
     events = JsonLines(log)
     events.open()
@@ -130,11 +138,31 @@ def _ask(path: Path, request: ShapeRequest) -> LockedFile:
 
 def _tell(folder: Path, answer: Mapping[str, Any]) -> None:
     """Print the answer of the job, or raise it as UsageError if it is a refusal."""
-    if answer["event"] != "reshaped":
+    if answer["event"] not in ("reshaped", "estimated"):
         raise UsageError(f"{folder}: refused after step {answer['step']}: {answer.get('why', 'its run has ended')}")
     for notice in answer["notices"]:
         click.echo(f"spmd_engine: note: {notice}", err=True)
-    click.echo(f"{folder}: after step {answer['step']} {answer['after']} (before: {answer['before']})")
+    if answer["event"] == "reshaped":
+        click.echo(f"{folder}: after step {answer['step']} {answer['after']} (before: {answer['before']})")
+        return
+    click.echo(f"{folder}: a change after step {answer['step']} from {answer['from']} to {answer['to']} would take:")
+    for protocol, estimate in answer["protocols"].items():
+        click.echo(f"  {protocol:<16}  {_estimate_text(estimate)}")
+    click.echo("nothing has changed; without --dry-run, --protocol chooses one")
+
+
+def _estimate_text(estimate: Mapping[str, Any]) -> str:
+    """What a protocol would move, and how long: see ``estimate_change``."""
+    if "refused" in estimate:
+        return f"not possible: {estimate['refused']}"
+    moves = [f"{ranks} {readable_bytes(nbytes)}" for ranks, nbytes in estimate["moves"].items()]
+    listed = ", ".join(moves[:MOST_MOVES]) + (f" and {len(moves) - MOST_MOVES} more" if moves[MOST_MOVES:] else "")
+    what = f"{readable_bytes(estimate['bytes'])} between ranks" + (f" ({listed})" if moves else "")
+    if "saved" in estimate:
+        what = f"{readable_bytes(estimate['saved'])} to the disk, {readable_bytes(estimate['loaded'])} back"
+    times = readable_seconds(estimate["seconds"]), readable_seconds(estimate["stops"])
+    stops = "while steps stop" if estimate["stops"] == estimate["seconds"] else f"of which steps stop for {times[1]}"
+    return f"about {times[0]}, {stops}; {what}"
 
 
 def parse_ranks(text: str | None) -> list[int] | None:
@@ -192,8 +220,8 @@ def _answer(folder: Path, events: JsonLines, request: str, wait: float) -> dict[
     "--wait",
     type=Quantity(SECONDS),
     metavar="TIME",
-    default=600.0,
-    help="Longest wait until the job takes these ranks in. [default: 10min]",
+    default="10min",
+    help="Longest wait until the job takes these ranks in.",
 )
 @trust_option
 @options_of(TrainConfig, ["model", "composition"], without=["compress"], help={"model": "The run's own code, by name."})

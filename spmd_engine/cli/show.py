@@ -113,7 +113,7 @@ def sharding(spec: str | None, shape: str | None, param: str | None, job: TrainC
 @show.command(cls=LongCommand, short_help="Ranks that hold each expert, and its load in a run.")
 @takes_job("model", "mixture", "mesh", "experts_over", described=True, defaults={"model": "gpt-moe-nano"})
 @click.option("--run", metavar="NAME", help="A run, for its model and the load that it measured.")
-@click.option("--steps", type=WholeRange(min=1), default=20, show_default=True, help="With --run: its last steps.")
+@click.option("--steps", type=WholeRange(min=1), default=20, help="With --run: its last steps.")
 @click.option("--layer", metavar="NAME", help="One layer, such as block0/moe. [default: all together]")
 def experts(job: TrainConfig, run: str | None, steps: int, layer: str | None) -> None:
     """Print a line for each expert, with the part and the ranks that hold it, then one for each part. With --run, also
@@ -145,8 +145,8 @@ def experts(job: TrainConfig, run: str | None, steps: int, layer: str | None) ->
 
 @show.command(short_help="The timeline of a pipeline's schedule.")
 @click.argument("name", metavar="SCHEDULE")
-@click.option("--stages", type=WholeRange(1, 64), default=4, show_default=True, help="Of the pipeline.")
-@click.option("--micro-batches", type=WholeRange(1, 512), default=8, show_default=True, help="Of a step.")
+@click.option("--stages", type=WholeRange(1, 64), default=4, help="Of the pipeline.")
+@click.option("--micro-batches", type=WholeRange(1, 512), default=8, help="Of a step.")
 @click.option("--chunks", type=WholeRange(1, 16), help="Chunks of layers a stage. [default: 2 if interleaved]")
 @output_option
 def schedule(name: str, stages: int, micro_batches: int, chunks: int | None, output: Path | None) -> None:
@@ -172,7 +172,7 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int | None, out
     described=True,
     defaults={"batch_size": 16},
 )
-@click.option("--rank", type=WholeRange(min=0), default=0, show_default=True, help="The rank to draw.")
+@click.option("--rank", type=WholeRange(min=0), default=0, help="The rank to draw.")
 @output_option
 def communication(job: TrainConfig, rank: int, output: Path | None) -> None:
     """List what one rank sends in a step, and draw the step: a column for each computation, and below a bar for each
@@ -201,9 +201,9 @@ def communication(job: TrainConfig, rank: int, output: Path | None) -> None:
 
 @show.command(short_help="What a collective does to small vectors.")
 @click.argument("name", metavar="COLLECTIVE", type=Choice(list(EXAMPLES)))
-@click.option("--ranks", type=WholeRange(2, MOST), default=4, show_default=True, help="Virtual ranks to run it on.")
+@click.option("--ranks", type=WholeRange(2, MOST), default=4, help="Virtual ranks to run it on.")
 @click.option("--mesh", metavar="AXIS=SIZE,...", help="Print which transports move its data on such a mesh, by size.")
-@click.option("--nodes", type=WholeRange(1), default=1, show_default=True, help="Nodes of that mesh.")
+@click.option("--nodes", type=WholeRange(1), default=1, help="Nodes of that mesh.")
 @output_option
 def collective(name: str, ranks: int, mesh: str | None, nodes: int, output: Path | None) -> None:
     """Draw what a collective does to a small vector of each rank, before and after.

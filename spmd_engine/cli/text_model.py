@@ -15,11 +15,14 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine import ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.formats.text_documents import ALL, Columns, documents, find_files
 from spmd_engine.models.load_config import ends_at, located, tokenizer_at
 from spmd_engine.models.user_code import is_code
 from spmd_engine.serving.sampling import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
+from spmd_engine.tokens.encoding import encode_prompt
 from spmd_engine.tokens.hugging_face import read_tokenizer
+from spmd_engine.training.data.prepare import encoded_document
 from spmd_engine.training.run_folder import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
 
@@ -40,7 +43,7 @@ class TextModel:
 
 
 #: Options of the job that choose weights and the mesh.
-SERVED = ("model", "adapter", "precision", "mesh", "shares", "device", "transport", "check")
+SERVED = ("model", "adapter", "columns", "precision", "mesh", "shares", "device", "transport", "check")
 HELP = {
     "model": "Instead of --run, weights: a folder in Hugging Face's format, a GGUF file, or org/name in the hub's "
     "local cache; or code of your own, with --checkpoint.",
@@ -106,6 +109,24 @@ def open_text_model(run: str | None, checkpoint: str | None, job: TrainConfig, m
     return TextModel(engine, tokenizer_at(path), generation)
 
 
+def tokenizer_of(run: str | None, checkpoint: str | None, job: TrainConfig) -> Tokenizer:
+    """The tokenizer of what ``open_text_model`` opens."""
+    if run or checkpoint:
+        return _saved_tokenizer(run_folder(run) if run else Path(checkpoint or ""))
+    return tokenizer_at(job.model.name)
+
+
+def tokens_in(file: str, tokenizer: Tokenizer, columns: Columns | None) -> list[tuple[str, list[int]]]:
+    """The place and the tokens of each document of a file; a text has no end, since it may continue."""
+    texts = []
+    for document in documents(find_files([file]), 0, ALL, ALL, columns):
+        if document.is_text and not document.left_out:
+            texts.append((document.where, encode_prompt(tokenizer, document.content())))
+        elif not document.left_out:
+            texts.append((document.where, encoded_document(document, tokenizer).tokens))
+    return texts
+
+
 def _build(model: ModelConfig, mesh: Mesh, job: TrainConfig) -> LayeredEngine:
     engine = build_engine(model, mesh, job.composition, device=job.device, drawn=False, trained=False)
     if not engine.model.vocabulary:
@@ -115,5 +136,8 @@ def _build(model: ModelConfig, mesh: Mesh, job: TrainConfig) -> LayeredEngine:
 
 def _with_tokenizer(engine: LayeredEngine, folder: Path) -> TextModel:
     """The model with what a run's folder has of the text: a tokenizer, unless it learnt from bytes."""
-    saved = (folder / "tokenizer.json").is_file()
-    return TextModel(engine, read_tokenizer(folder) if saved else ByteTokenizer(), read_generation_config(folder))
+    return TextModel(engine, _saved_tokenizer(folder), read_generation_config(folder))
+
+
+def _saved_tokenizer(folder: Path) -> Tokenizer:
+    return read_tokenizer(folder) if (folder / "tokenizer.json").is_file() else ByteTokenizer()

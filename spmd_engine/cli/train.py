@@ -50,6 +50,7 @@ unless --decay-steps is given, too. What cannot change: {", ".join(FIXED)}."""
 @rare_option(
     "--enforce/--no-enforce",
     default=True,
+    show_default=False,
     help="Fail if the collectives of step 1 differ from its analysis; else print the difference.",
 )
 @trust_option

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import click
 
 from spmd_engine.errors import one_of
 
-FILE = click.Path(dir_okay=False, path_type=Path)  #: of an option that names a file to write
+FILE = click.Path(dir_okay=False, path_type=Path)  #: the type of an option that names a file to write
 
 
 class Choice(click.Choice):
@@ -33,6 +34,16 @@ class WholeRange(click.IntRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(_whole(value), param, ctx)
+
+
+class NumberRange(click.FloatRange):
+    """A number in a range, and not NaN, which is neither below nor above a limit."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if isnan(number):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return number
 
 
 def _whole(value: Any) -> Any:

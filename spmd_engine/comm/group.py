@@ -459,7 +459,7 @@ def _await_release(table: SlotTable, number: int, result: Any) -> Steps:
 
 def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple:
     """The key of a prepared call: first the operation, last the label. Raises UsageError unless ``x`` is an array."""
-    if x is None:
+    if x is None and operation in ("broadcast", "barrier"):  # from another rank, or none
         return operation, arguments, label
     try:
         return operation, type(x), x.dtype, x.shape, arguments, label

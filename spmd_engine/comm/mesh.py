@@ -148,8 +148,10 @@ def ranks_by_position(nodes: Sequence[str], order: Sequence[int] | None = None) 
     >>> ranks_by_position(["a", "b", "a"]), ranks_by_position(["a", "b", "a"], [2, 0, 1])
     ([0, 2, 1], [1, 0, 2])
     """
-    first_seen = {node: nodes.index(node) for node in nodes}
-    ranks = sorted(range(len(nodes)), key=lambda rank: (first_seen[nodes[rank]], rank))
+    on_nodes: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        on_nodes.setdefault(node, []).append(rank)
+    ranks = [rank for members in on_nodes.values() for rank in members]
     if order is None:
         return ranks
     if sorted(order) != list(range(len(ranks))):
@@ -185,6 +187,8 @@ class Mesh(Collectives, MeshPosition):
     ) -> None:
         if comm is not None and not isinstance(comm, Communicator):
             raise MeshError(f"Mesh({comm!r}): give axes by name, as in Mesh(data=2, model=2)")
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+            raise MeshError(f"Mesh: timeout is {timeout!r}; give seconds above 0, or None to wait for ever")
         self.comm = comm if comm is not None else world()
         self.others = OtherRanks(self.comm)
         self.axes = self.all_axes = checked_axes(axes or {"data": self.comm.size})

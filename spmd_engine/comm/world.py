@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Union
 
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
-from spmd_engine.comm.agreement.rank_zero import gather_json
+from spmd_engine.comm.agreement.joining import gather_texts
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.communicators.threads import ThreadCommunicator, ThreadPort, current_thread_communicator, solo
 from spmd_engine.comm.group import Group
@@ -83,12 +83,14 @@ def _open_world(comm: MPICommunicator) -> MPICommunicator:
     """Let all ranks of a new world share memory and cores, and watch them. Collective."""
     from spmd_engine.comm.shared_memory.node import mapped
 
-    gather = partial(gather_json, Group(comm, "world", Ledger()), label="joining")
-    hosts, cores, handles = _hosts_and_cores(comm, comm.progress.activity.handle, gather)
+    hosts = gather_texts(comm, comm.node)
     ranks = [rank for rank, host in enumerate(hosts) if host == comm.node]
-    records = mapped(handles) or [comm.progress.activity.memory]
+    mine = [sorted(os.sched_getaffinity(0)), quota_here(), comm.progress.activity.handle]
+    on_node = [json.loads(text) for text in gather_texts(comm, json.dumps(mine), ranks)]
+    cores = cores_of([(cores, quota) for cores, quota, _ in on_node])
+    records = mapped([handle for *_, handle in on_node]) or [comm.progress.activity.memory]
     _share_cores(cores // len(ranks))
-    comm.open_node(hosts, cores, gather)
+    comm.open_node(hosts, cores)
     comm.records = dict(zip(ranks if len(records) == len(ranks) else [comm.rank], records, strict=True))
     _start_watchdog(comm)
     return comm
@@ -180,16 +182,6 @@ def _receive_side_messages(comm: MPICommunicator) -> None:
     if messages is not None:
         sent = messages.close()
         messages.receive_rest(int(Group(comm, "world", Ledger()).reduce_scatter(sent, label="ending")[0]))
-
-
-def _hosts_and_cores(
-    comm: Communicator, record: str, gather: Callable[[Any], list[Any]]
-) -> tuple[list[str], int, list[str]]:
-    """The host of each rank, the number of cores of this node's ranks together, and the handles of their records."""
-    all_ranks = gather([comm.node, sorted(os.sched_getaffinity(0)), quota_here(), record])
-    on_node = [fields for host, *fields in all_ranks if host == comm.node]
-    cores = cores_of([(cores, quota) for cores, quota, _ in on_node])
-    return [host for host, *_ in all_ranks], cores, [handle for *_, handle in on_node]
 
 
 def _share_cores(threads: int) -> None:

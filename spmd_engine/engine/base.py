@@ -64,8 +64,8 @@ class ShardedEngine(Collectives, EngineDefinition):
     ``gather``, ``step``, ``evaluate``, ``inference_loop``.
     """
 
-    gradients: Mapping[str, Array] = MappingProxyType({})  #: of the last step, like ``owned``
-    backend: Backend = CPU  #: of its arrays; ``xp`` is its array module
+    gradients: Mapping[str, Array] = MappingProxyType({})  #: those of the last step, like ``owned``
+    backend: Backend = CPU  #: where its arrays are; ``xp`` is its array module
     dtype: Any = None  #: that it computes in: that of a job; None: that of the arrays that it is given
     _known_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # global shapes, while a placement is computed
     #: Metrics of the last step's batch, before its update: the fraction of targets that satisfy each.
@@ -209,7 +209,7 @@ class ShardedEngine(Collectives, EngineDefinition):
             held = self._held_here(owned)
         finally:
             del self._known_shapes
-        return exchange_placements(self.group(), held)
+        return exchange_placements(self.group(), {"": held})[""]
 
     def _held_here(self, owned: bool) -> dict[str, tuple[np.dtype, Rectangle]]:
         """Dtypes and rectangles of the arrays that this rank holds. Collective if shapes are not known."""
@@ -362,7 +362,7 @@ class ShardedEngine(Collectives, EngineDefinition):
 
     def _gradient_of_loss(self, scores: Scores, outputs: Array, micro: MicroBatch, count: float) -> Array:
         """The gradient of this micro-batch's share of the loss, times ``loss_scale``, in the dtype of the outputs."""
-        dtype = outputs.dtype  # of outputs that the loss may write over
+        dtype = outputs.dtype  # the dtype before the loss, which may write over the outputs
         return rounded(scores.add(outputs, micro, count / self.loss_scale), dtype)
 
     def _take_scores(self, scores: Scores, count: float) -> float:

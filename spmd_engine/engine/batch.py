@@ -29,7 +29,7 @@ class MicroBatch:
     samples: Array | None = None  #: index in the global batch of each sample (row)
     mask: Array | None = None  #: like targets; 0 where a target does not count
     documents: Documents | None = None  #: in each sample, if attention must not cross them
-    length: int | None = None  #: of the whole second dim of the inputs, which may be sharded
+    length: int | None = None  #: length of the whole second dim of the inputs, which may be sharded
 
     def on(self, backend: Backend) -> MicroBatch:
         """The same with inputs, targets and mask on a device."""
@@ -111,10 +111,14 @@ def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches
     arrays, or differ in their numbers of rows."""
     if isinstance(engine, type) or not hasattr(engine, "batch_span"):
         raise UsageError(f"batch_of: engine is {described(engine)}; give a ShardedEngine")
-    check_argument("batch_of: micro_batches", micro_batches, SupportsIndex, "a number")
+    for name, number in (("micro_batches", micro_batches), ("step", step)):
+        check_argument(f"batch_of: {name}", number, SupportsIndex, "a number")
     for name, array in (("inputs", inputs), ("targets", targets)):
         if not getattr(array, "shape", None):
             raise UsageError(f"batch_of: {name} is a {type(array).__name__}; give an array, by numpy.asarray({name})")
+        if getattr(array.dtype, "kind", "") in "OSU" or not len(array):
+            has = f"{array.dtype}, which are no numbers" if len(array) else "no rows"
+            raise UsageError(f"batch_of: {name} has {has}; give an array of numbers with a row for each sample")
     if len(inputs) != len(targets):
         raise UsageError(f"batch_of: inputs have {len(inputs)} rows, targets {len(targets)}; give one for each input")
 
@@ -133,7 +137,7 @@ class Evaluation:
 
     loss: float  #: the mean over the targets that count
     metrics: Mapping[str, float]  #: the fraction of those targets that satisfy each: {"accuracy": 0.98}
-    count: float  #: of those targets: of the numbers compared, not of samples
+    count: float  #: number of those targets: of the numbers compared, not of samples
 
 
 def value_and_gradient(loss: Callable[..., Any], outputs: Array, targets: Array, **options: Any) -> tuple[float, Any]:

@@ -72,7 +72,7 @@ def lack_of_parameters(engine: ShardedEngine) -> str:
         return "call load_checkpoint, which sets self.parameters, before training"
     try:
         names = dict(_LOADED.findall(getsource(type(engine).load_checkpoint)))
-    except (OSError, TypeError):  # of a class without a file
+    except (OSError, TypeError):  # the class has no file
         names = {}
     pairs = ", ".join(f'"{names.get(name, name)}": self.{name}' for name in arrays)
     return f"where it makes its arrays, add the line self.parameters = {{{pairs}}}"

@@ -54,7 +54,7 @@ class EngineDefinition(ABC):
     loss: Loss = staticmethod(mean_squared_error)
     #: Functions by name that evaluations and steps report in addition to the loss: see ``Evaluation``.
     metrics: Mapping[str, Metric] = MappingProxyType({})
-    input_gradient: Array = None  #: of the last backward; None before
+    input_gradient: Array = None  #: that of the last backward; None before
 
     @property
     def target_sharding(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.arrays.precision import FLOATS, dtype_of, is_float
+from spmd_engine.arrays.precision import float_dtype, is_float
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.device_transport import open_device
 from spmd_engine.comm.mesh import Mesh
@@ -25,7 +25,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import Assignment, ZeroConfig
 from spmd_engine.engine.zero.parameter_store import ParameterStore, StoredEngine
 from spmd_engine.engine.zero.reducer import Reducer
-from spmd_engine.errors import UsageError, one_of
+from spmd_engine.errors import UsageError
 from spmd_engine.layers.contract import described
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
@@ -63,7 +63,7 @@ def as_distributed(
     if mesh is not None and not isinstance(mesh, Mesh):
         raise UsageError(f"as_distributed: mesh is {described(mesh)}; make it a Mesh, as Mesh(data=2)")
     if "dtype" in options:
-        options["dtype"] = _dtype(options["dtype"])
+        options["dtype"] = float_dtype("as_distributed", options["dtype"]).name
     layer_options = {"inputs": inputs, "outputs": outputs, "targets": targets, "loss": loss}
     if isinstance(model, (str, Model, ShardedEngine)):
         if inapplicable := [name for name, value in layer_options.items() if value is not None]:
@@ -78,15 +78,6 @@ def as_distributed(
     _check_options(options, [name for name in signature(LayeredEngine).parameters if name not in ("model", "mesh")])
     options.setdefault("storage", ZeroConfig(3 if zero is None else zero))
     return LayeredEngine(model, mesh, **options)
-
-
-def _dtype(dtype: Any) -> str:
-    try:
-        if (name := dtype_of(dtype).name) in FLOATS:
-            return name
-    except (TypeError, AttributeError):
-        pass
-    raise UsageError(f"as_distributed: dtype is {dtype!r}; {one_of(dtype, FLOATS)}")
 
 
 def _build_named_model(name: str, mesh: Mesh | None, options: dict[str, Any]) -> LayeredEngine:
@@ -130,7 +121,7 @@ class DistributedEngine(StoredEngine):
         self.input_sharding = self.output_sharding = f"b/{','.join(self.mesh.axes)}"
         storage = ZeroConfig(zero)
         over = tuple(axis for axis, size in self.mesh.axes.items() if size > 1)
-        summed = Sum(over, storage.cut(over, self.mesh.axes))
+        summed = Sum(over, storage.sharded_axes(over, self.mesh.axes))
         arrays = engine.parameters
         described = {
             name: (Parameter(" ".join("ijklmnop"[: array.ndim]), decay=engine.decays(name)), array.shape)

@@ -63,7 +63,7 @@ class Assigned(NamedTuple):
     """Layers that a helper rank computes."""
 
     layers: str  #: the name of a layer or a block, or a range of blocks: "block3-5"
-    rank: int  #: of the world
+    rank: int  #: in the world
 
     def numbers(self, model: Model) -> range:
         """The layers of the model. Raises UsageError if it does not have them, one after the other."""
@@ -76,7 +76,7 @@ class Assigned(NamedTuple):
         of_names = [
             [n for n, (name, _) in enumerate(model.layers) if part in (name, name.split("/")[0])] for part in names
         ]
-        numbers = [number for found in of_names for number in found]
+        numbers = [number for of_name in of_names for number in of_name]
         if not all(of_names) or not numbers or numbers != list(range(numbers[0], numbers[-1] + 1)):
             known = dict.fromkeys(name.split("/")[0] for name, _ in model.layers)
             raise UsageError(
@@ -112,7 +112,7 @@ def _layers_of_helper_ranks(case: Case) -> None:
     for term in options.assigned:
         option, numbers = f"--assign {term.layers}:rank{term.rank}", term.numbers(model)
         owners = [axes_of_stage(axes, stage) for stage in stages_of(term, model, axes, options)]
-        splits = [axis for each in owners for axis, size in each.items() if size > 1 and axis not in (*BATCH, PIPE)]
+        splits = [axis for sizes in owners for axis, size in sizes.items() if size > 1 and axis not in (*BATCH, PIPE)]
         if any("e" in model.layers[number][1].sizes for number in numbers):
             over = ("expert",) if options.expert_axes is None else options.expert_axes
             splits += [axis for axis in over if axes.get(axis, 1) > 1]
@@ -137,7 +137,7 @@ class Part(NamedTuple):
 
     layers: range
     chunk: int
-    rank: int | None  #: of the helper rank; None: the owners
+    rank: int | None  #: the helper rank; None: the owners
 
     def with_next(self) -> Part:
         """This part with one more layer."""
@@ -217,7 +217,7 @@ class PartedPasses:
             order = [kind(0, part) for part in reversed(parts) if part >= self.first]
             order += [schedules.MoveGradients(0, part) for part in reversed(self.helped_on(place))]
         else:
-            order = [each(0, part) for part in reversed(parts) for each in (kind, schedules.MoveGradients)]
+            order = [make(0, part) for part in reversed(parts) for make in (kind, schedules.MoveGradients)]
         return self._with_transfers(order, len(order))
 
     def _with_transfers(self, order: list[schedules.Compute], unfinished: int) -> schedules.Program:
@@ -242,7 +242,7 @@ class PartedPasses:
         """What each place computes. In rounds every stage computes what is next, if it has what it needs, and every
         helper rank what it has had longest."""
         own = [self.schedule.order(self.stages, micro_batches, stage) for stage in range(self.stages)]
-        waiting = [deque(part for each in order for part in self._on_parts(each)) for order in own]
+        waiting = [deque(part for work in order for part in self._on_parts(work)) for order in own]
         waiting += [deque() for _ in self.helpers]
         orders: list[list[schedules.Compute]] = [[] for _ in waiting]
         done: set[tuple[bool, int, int]] = set()  # whether it is a forward; micro-batch and part
@@ -256,16 +256,16 @@ class PartedPasses:
                 stuck = [f"stage {place} at {queue[0]}" for place, queue in enumerate(waiting) if queue]
                 raise UsageError(f"{self.schedule.name}: deadlock with helper ranks: {', '.join(stuck)}")
             computed = [(place, queue.popleft()) for place, queue in ready]
-            for place, each in computed:
-                orders[place].append(each)
-                if isinstance(each, (schedules.BackwardWeight, schedules.MoveGradients)):
+            for place, work in computed:
+                orders[place].append(work)
+                if isinstance(work, (schedules.BackwardWeight, schedules.MoveGradients)):
                     continue
-                is_forward = isinstance(each, schedules.Forward)
-                done.add((is_forward, each.m, each.chunk))
-                after = each.chunk + (1 if is_forward else -1)
+                is_forward = isinstance(work, schedules.Forward)
+                done.add((is_forward, work.m, work.chunk))
+                after = work.chunk + (1 if is_forward else -1)
                 if 0 <= after < len(self.parts) and self.parts[after].rank is not None:
                     kinds = (schedules.Forward,) if is_forward else (schedules.Backward, schedules.MoveGradients)
-                    waiting[self.places[after]] += [kind(each.m, after) for kind in kinds]
+                    waiting[self.places[after]] += [kind(work.m, after) for kind in kinds]
         return orders
 
     def _on_parts(self, compute: schedules.Compute) -> list[schedules.Compute]:
@@ -309,7 +309,7 @@ def owners_of(stage: int, axes: Mapping[str, Any], ranks: Sequence[int]) -> list
 # --- Messages between owners and helper ranks
 
 
-_SCALARS = ("step", "seed", "training", "length", "micro_batch", "share", "scale")  # of a ForwardContext
+_SCALARS = ("step", "seed", "training", "length", "micro_batch", "share", "scale")  # fields of a ForwardContext
 _KINDS = 8  # channels of a message between two parts: at most so many arrays
 
 
@@ -580,9 +580,9 @@ class _Owners(_Messages):
         super().__init__(passes, group, backend)
         self.stage = -1  # which holds no chunk
         self._owners, self._weights, self._taken = owners, weights, extras
-        self.contexts: list[ForwardContext] = []  #: of the present pass
+        self.contexts: list[ForwardContext] = []  #: those of the present pass
         self.arrays: list[Sequence[str]] = []  #: the names of those that are sent with an input, by micro-batch
-        #: of each owner's rows, by micro-batch and stage; of the present pass
+        #: those of each owner's rows, by micro-batch and stage, in the present pass
         self.rows: dict[tuple[int, int], list[slice]] = {}
         self._sends: list[Any] = []
 

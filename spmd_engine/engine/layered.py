@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd_engine.arrays import random
 from spmd_engine.arrays.backend import CPU, Array, Backend
-from spmd_engine.arrays.precision import accumulated_in, dtype_of, rounded
+from spmd_engine.arrays.precision import accumulated_in, float_dtype, rounded
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -84,7 +84,8 @@ class LayeredEngine(StoredEngine):
         check_argument("LayeredEngine: mesh", mesh, (Mesh, NoneType), "a Mesh, as Mesh(data=2)")
         self.model, self.seed, self.backend, self._trained = model, seed, backend, trained
         # That of a job is there before ``__init__``.
-        self.dtype = dtype_of(next(each for each in (dtype, self.dtype, np.float32) if each is not None))
+        dtype = next(choice for choice in (dtype, self.dtype, np.float32) if choice is not None)
+        self.dtype = float_dtype("LayeredEngine", dtype)
         self.mesh = mesh if mesh is not None else Mesh()
         if not placed:
             return
@@ -176,7 +177,7 @@ class LayeredEngine(StoredEngine):
         packed = [one.pack(self) if self.is_placed else (None, {}) for one in states]
         try:
             self.model = model
-            self.gradients, self.input_gradient = {}, None  # of the last step, on the old mesh
+            self.gradients, self.input_gradient = {}, None  # those of the last step are on the old mesh
             if state is not None:
                 self._install(state)
             self.assigned = None

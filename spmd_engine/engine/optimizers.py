@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import cos, pi
+from math import cos, inf, pi
 from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
@@ -87,6 +87,7 @@ class AdamW(Optimizer):
         _check_numbers("AdamW", epsilon=epsilon, weight_decay=weight_decay)
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise UsageError(f"AdamW: betas is {betas!r}; give two numbers, as in (0.9, 0.95)")
+        _check_numbers("AdamW", below=1, **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
         self.betas, self.epsilon, self.weight_decay = betas, epsilon, weight_decay
 
     def _update(self, *arrays, step, rate, scale, decays):
@@ -122,6 +123,9 @@ class WarmupCosine:
     warmup: int = 0
     floor: float = 0.1  #: fraction of the peak at the end
 
+    def __post_init__(self) -> None:
+        _check_numbers("WarmupCosine", **vars(self))
+
     def __call__(self, step: int) -> float:
         """The rate of step number ``step``, counted from 0."""
         if step < self.warmup:
@@ -130,10 +134,13 @@ class WarmupCosine:
         return self.peak * (self.floor + (1.0 - self.floor) * 0.5 * (1.0 + cos(pi * done)))
 
 
-def _check_numbers(optimizer: str, **values: Any) -> None:
+def _check_numbers(what: str, *, below: float = inf, **values: Any) -> None:
     for name, value in values.items():
         if not hasattr(value, "__float__"):  # as a text
-            raise UsageError(f"{optimizer}: {name} is {value!r}; give a number")
+            raise UsageError(f"{what}: {name} is {value!r}; give a number")
+        if not 0 <= value < below:  # NaN neither
+            limit = "a finite number from 0 on" if below == inf else f"a number from 0 on, and below {below}"
+            raise UsageError(f"{what}: {name} is {value}; give {limit}")
 
 
 def _flat(x: Array) -> Array:

@@ -33,7 +33,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE, Assignment, overlaps, shares_text
-from spmd_engine.engine.state.engine_state import Copies, assigned
+from spmd_engine.engine.state.engine_state import Copies, assigned, place
 from spmd_engine.engine.state.moving_state import MovingState
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError, one_of
@@ -106,7 +106,7 @@ class ShapeRequest:
     FILE: ClassVar = "reshape.json"  #: in the folder of a run, which removes it when it answers
 
     composition: Mapping[str, Any]  #: options by name; the others stay, or become their defaults if they do not fit
-    ranks: Sequence[int] | None = None  #: of the world, on the new mesh; None: see ``Shape.changed``
+    ranks: Sequence[int] | None = None  #: ranks of the world on the new mesh; None: see ``Shape.changed``
     at: int = 0  #: the number of steps after which the change is due
     model: str | None = None  #: the model that the composition was made for; None: any
     id: str = ""  #: repeated in the answer
@@ -114,6 +114,7 @@ class ShapeRequest:
     within: float | None = None  #: seconds after which a live migration that is not complete is given up
     #: layer -> each expert's part; None: as it is if the axes stay, else even
     experts: Mapping[str, Sequence[int]] | None = None
+    dry_run: bool = False  #: only estimate, by each protocol, what the change would move, and its time
 
     @classmethod
     def from_json(cls, content: Any, where: str) -> Self:
@@ -127,6 +128,7 @@ class ShapeRequest:
             "protocol": lambda value: isinstance(value, str),
             "within": lambda value: type(value) in (int, float) and value >= 0,
             "experts": lambda value: isinstance(value, Mapping) and all(map(_are_numbers, value.values())),
+            "dry_run": lambda value: isinstance(value, bool),
         }
         if not isinstance(content, Mapping) or not isinstance(content.get("composition"), Mapping):
             raise UsageError(f"{where}: it must be an object with an object 'composition', as 'migrate' writes it")
@@ -269,8 +271,8 @@ class Reshaper:
         storage, total, trained = shape.composition.storage, 0, self.optimizer is not None
         kinds = len(self.optimizer.kinds) if self.optimizer else 0
         for group in assignment.groups:
-            part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.cut))
-            table = storage.table(shape.axes, group.summed.cut, self.engine.dtype, trained=trained)
+            part = -(-group.size // prod(shape.axes[axis] for axis in group.summed.sharded))
+            table = storage.table(shape.axes, group.summed.sharded, self.engine.dtype, trained=trained)
             total += sum(table.bytes_by_class(group.size, part, kinds).values())
         return total
 
@@ -350,6 +352,25 @@ class Reshaper:
         """The mesh of a shape; None on ranks outside it."""
         options = {**self._options, "order": shape.composition.order}
         return mesh_on(shape.ranks, shape.axes, self.others, ledger=self._ledger, **options)
+
+    def rehearse(self, shape: Shape) -> None:
+        """Do what ``move`` does, but move nothing: open the mesh, make the arrays, and drop both. Collective over the
+        world. Raises UsageError on all ranks if the model cannot be placed."""
+        engine, model = self.engine, self.model_in(shape.composition)
+        mesh = on_all_ranks(self.all_ranks, lambda: self._open_mesh(shape))
+        how = {"dtype": engine.dtype, "backend": engine.backend, "trained": self.optimizer is not None}
+        how |= shape.composition.how_on(shape.axes)
+
+        def make() -> None:
+            if mesh is not None and not shape.composition.storage.places.kinds:  # what is offloaded may be large files
+                place(model, mesh, self.layout_in(shape, model, mesh), **how)
+
+        try:
+            on_all_ranks(self.all_ranks, make, catch=Exception)
+        finally:
+            if mesh is not None:
+                mesh.close()
+        gc.collect()
 
     def rest(self) -> None:
         """From now on the ranks outside the mesh wait for orders, until ``others.wake``."""

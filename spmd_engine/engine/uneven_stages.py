@@ -41,7 +41,7 @@ class StageMessage(NamedTuple):
 
     sender: int  #: its rank in the group of both stages
     receiver: int
-    part: slice  #: of the dim that is split, in what the sender has; the whole if none is
+    part: slice  #: along the dim that is split, in what the sender has; the whole if none is
 
 
 class UnevenNeighbours(PipelineNeighbours):

@@ -159,10 +159,12 @@ BY_NAME = {kind.name: kind for kind in KINDS.values()}
 _MAGIC = b"GGUF"
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")  # a file of a model in several files
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+_KIND = {code: kind for kind, code in _NUMBERS.items()}
 _BOOL, _TEXT, _LIST = 7, 8, 9
 _PLAIN = {0: ("F32", "float32"), 1: ("F16", "float16"), 28: ("F64", "float64"), 30: ("BF16", "bfloat16")}
 _TRUNCATED = "it ends within its header: it is truncated"
 MOST_DIMS = 4
+ALIGNMENT = 32  #: bytes, of a file that does not say it, and of those that are written
 ELEMENTS = 1 << 22  #: elements that are unpacked at a time
 
 
@@ -273,7 +275,7 @@ def _read(path: Path, cursor: _Cursor) -> GGUF:
         while len(shape) > 1 and shape[0] == 1:  # some programs write leading dims of size 1
             shape = shape[1:]
         described.append((name, shape, cursor.number("I"), cursor.number("Q")))
-    alignment = facts.get("general.alignment", 32)
+    alignment = facts.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise CheckpointError(f"{path}: general.alignment is {alignment!r}: it must be a power of 2")
     begin = -(-cursor.at // alignment) * alignment
@@ -319,9 +321,6 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
 # --- Writing
 
 
-ALIGNMENT = 32
-
-
 def gguf_header(facts: Mapping[str, Any], tensors: Sequence[tuple[str, str, Sequence[int]]]) -> tuple[bytes, list[int]]:
     """The header of a file with these facts, and with tensors of these names, dtypes (F32, ...) and shapes, in order.
 
@@ -348,18 +347,22 @@ def _packed_text(text: str) -> bytes:
     return struct.pack("<Q", len(content)) + content
 
 
+def _packed_number(code: str, value: float) -> tuple[int, bytes]:
+    return _KIND[code], struct.pack(f"<{code}", value)
+
+
 def _packed(value: Any) -> tuple[int, bytes]:
     """The type number of a fact, and its bytes: natural numbers are unsigned, except in lists."""
     if isinstance(value, bool):
         return _BOOL, struct.pack("<?", value)
     if isinstance(value, int):
-        return (4, struct.pack("<I", value)) if value >= 0 else (5, struct.pack("<i", value))
+        return _packed_number("I" if value >= 0 else "i", value)
     if isinstance(value, float):
-        return 6, struct.pack("<f", value)
+        return _packed_number("f", value)
     if isinstance(value, str):
         return _TEXT, _packed_text(value)
     if value and all(type(item) is int for item in value):
-        kind, items = 5, [np.array(value, "<i4").tobytes()]
+        kind, items = _KIND["i"], [np.array(value, "<i4").tobytes()]
     else:
         kinds = [_packed(item) for item in value]
         kind, items = kinds[0][0] if kinds else _TEXT, [content for _, content in kinds]

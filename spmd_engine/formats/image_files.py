@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -47,6 +48,8 @@ class ImageKind:
 def _open_picture(source: Any) -> Any:
     """An image of Pillow, which reads its pixels later. Raises UsageError without Pillow, and Pillow's errors."""
     pillow = library("PIL.Image", "images in files need Pillow", "images")
+    # Its warnings come beside our error, or where only what is not read is damaged.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
         return pillow.open(source, formats=PICTURES)
     except pillow.UnidentifiedImageError:
@@ -177,6 +180,19 @@ class ImageFiles:
         return self
 
 
+def pictures_at(path: Path, channels: int) -> tuple[ImageFiles, list[str]]:
+    """The image in a file, or all images of a folder and its subfolders in the order of their paths, for a model of so
+    many channels, and notes on what is not read. Raises UsageError as ``common_kind`` does."""
+    listed = ListedImages(path)
+    files = [*_files_in(path, listed)] if path.is_dir() else [path]
+    if not files:
+        raise UsageError(f"{path}: no images in it")
+    kind, animated = common_kind((str(file), str(file)) for file in files)
+    shape = (len(files), kind.height, kind.width, max(kind.channels, min(channels, 3)))
+    skipped = {reason: [*names] for reason, names in listed.skipped.items()}
+    return ImageFiles(tuple(map(str, files)), shape, kind.dtype), notes_on([], skipped, animated)
+
+
 # --- Data sets of images: their parts, the first of which is to learn from
 
 
@@ -197,8 +213,9 @@ class ListedImages:
     def skip(self, reason: str, path: Path) -> None:
         """Count a file, or all files of a folder, as skipped."""
         files = [inside for inside in path.rglob("*") if not inside.is_dir()] if path.is_dir() else [path]
-        names = (file.relative_to(self.where) if file.is_relative_to(self.where) else file for file in files)
-        self.skipped.setdefault(reason, {}).update(dict.fromkeys(map(str, sorted(names))))
+        names = [file.relative_to(self.where) if file.is_relative_to(self.where) else file for file in files]
+        if names:
+            self.skipped.setdefault(reason, {}).update(dict.fromkeys(map(str, sorted(names))))
 
     def skip_if_of_system(self, path: Path) -> bool:
         """Whether a path is what operating systems leave in folders; if so, count it as skipped."""
@@ -212,7 +229,7 @@ class LabelledImages:
     """Images and their classes, by part, the names of the classes, and notes on what is not read."""
 
     parts: Sequence[tuple[ImageFiles, np.ndarray]]  #: with classes int64[n]; a second part is held out
-    names: Sequence[str]  #: of the classes
+    names: Sequence[str]  #: names of the classes
     notes: Sequence[str]
 
 
@@ -234,32 +251,36 @@ def images_in_folder(folder: str | Path) -> LabelledImages:
     for path in loose:
         listed.skip("in no class's folder", path)
     by_name = {path.name.lower(): path for path in folders}
-    train = next((by_name[name] for name in TRAIN if name in by_name), None)
-    if train is None or not by_name.keys() <= {*TRAIN, *HELD_OUT} or not (_has_classes(train) or _table_in(train)):
+    parts = {by_name[name]: _list_in(by_name[name]) for name in (*TRAIN, *HELD_OUT) if name in by_name}
+    train = next(iter(parts), None)
+    if train is None or train.name.lower() not in TRAIN or len(parts) < len(folders) or parts[train] is None:
         _list_classes(folder, folders, listed, "")
         return _labelled(listed, sorted(path.name for path in folders), [])
     unread: list[str] = []
-    for folder in (train, *(by_name[name] for name in HELD_OUT if name in by_name)):
-        part, table = "" if folder == train else "held out", None if _has_classes(folder) else _table_in(folder)
-        if "held out" in listed.parts or not _has_classes(folder) and table is None:
+    for folder, images in parts.items():
+        part = "" if folder == train else "held out"
+        is_second = part and (folder.name.lower() in TRAIN or part in listed.parts)
+        if images is None or is_second:
             listed.skip(f"in {folder.name}/, which is not used", folder)
-        elif table is not None:
-            unread += _list_table(table, listed, part)
+        elif images != folder:
+            unread += _list_table(images, listed, part)
         else:
             inside = [path for path in sorted(folder.iterdir()) if not listed.skip_if_of_system(path)]
             for path in inside:
                 if not path.is_dir():
                     listed.skip("in no class's folder", path)
             _list_classes(folder, list(filter(Path.is_dir, inside)), listed, part)
-    return _labelled(listed, _in_order({name for _, name in listed.parts[""]}, bool(_table_in(train))), unread)
+    return _labelled(listed, _in_order({name for _, name in listed.parts[""]}, parts[train] != train), unread)
 
 
 def _is_of_system(path: Path) -> bool:
     return path.name.startswith(".") or path.name.lower() in _OF_SYSTEMS
 
 
-def _has_classes(folder: Path) -> bool:
-    return any(path.is_dir() and not _is_of_system(path) for path in folder.iterdir())
+def _list_in(folder: Path) -> Path | None:
+    """What lists the images of a part and their classes: the folder, if it has subfolders, or else its only table."""
+    has_classes = any(path.is_dir() and not _is_of_system(path) for path in folder.iterdir())
+    return folder if has_classes else _table_in(folder)
 
 
 def _table_in(folder: Path) -> Path | None:
@@ -278,21 +299,21 @@ def _list_classes(folder: Path, classes: Sequence[Path], listed: ListedImages, p
     images = listed.parts.setdefault(part, [])
     for path in classes:
         count = len(images)
-        images += ((file, path.name) for file in _files_of_class(path, listed))
+        images += ((file, path.name) for file in _files_in(path, listed))
         if len(images) == count and not part:
             raise UsageError(f"{path}: a class without images. Add some, or remove the folder")
     if not images:
         raise UsageError(f"{folder}: no images in subfolders, one a class, as in {Path(folder, 'cats', '1.png')}")
 
 
-def _files_of_class(folder: Path, listed: ListedImages, depth: int = 0) -> Iterator[Path]:
+def _files_in(folder: Path, listed: ListedImages, depth: int = 0) -> Iterator[Path]:
     if depth == _DEEPEST:
         raise UsageError(f"{folder}: more than {_DEEPEST} levels of folders. Does a link lead to a folder around it?")
     for path in sorted(folder.iterdir()):
         if listed.skip_if_of_system(path):
             continue
         if path.is_dir():
-            yield from _files_of_class(path, listed, depth + 1)
+            yield from _files_in(path, listed, depth + 1)
         elif path.is_file():
             yield path
         else:
@@ -387,8 +408,8 @@ def _delimiter(text: str) -> str:
 
 
 def _places(head: Sequence[str]) -> list[int | None]:
-    found = [name.strip(' "\r').lower() for name in head]
-    return [next((found.index(name) for name in names if name in found), None) for names in (_PATHS, _CLASSES, _SPLITS)]
+    cells = [name.strip(' "\r').lower() for name in head]
+    return [next((cells.index(name) for name in names if name in cells), None) for names in (_PATHS, _CLASSES, _SPLITS)]
 
 
 @dataclass(frozen=True)
@@ -397,7 +418,7 @@ class TableLine:
 
     where: str
     path: Path
-    name: str  #: of the class
+    name: str  #: the name of the class
     split: str  #: the name of its part; "" without such a column
 
 

@@ -17,11 +17,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import MOST_BYTES, SURROGATE, bounded, parse_json, reading, reason
+from spmd_engine.foreign import DEPTH, MOST_BYTES, SURROGATE, bounded, parse_json, reading, reason
 from spmd_engine.importing import library
 
 logger = logging.getLogger(__name__)
@@ -41,15 +43,16 @@ class Document(NamedTuple):
     """A document: a text, a prompt with its completion, or a conversation."""
 
     text: str = ""
+    source: str = ""  #: the file that it is in
+    where: str = ""  #: its place, as errors name it
     prompt: str | None = None  #: precedes the text; its tokens are no targets
     messages: Sequence[Message] | None = None  #: a conversation, instead of text and prompt
     tools: Sequence[Any] | None = None  #: what the assistant of the conversation may call
     is_instruction: bool = False  #: whether prompt and text are messages of a user and of an assistant
     file: str | None = None  #: the name of a large or compressed file, instead of a text
-    source: str = ""  #: the file that it is in
-    where: str = ""  #: its place, as errors name it
     left_out: str = ""  #: why there is nothing to learn from it
     notice: str = ""  #: what else of the row is not read
+    unread: Sequence[str] = ()  #: in a file's first row, the keys or columns that are not read
 
     def chunks(self) -> Iterator[bytes]:
         """The text in parts, as UTF-8. Raises UsageError for a file that is no text."""
@@ -88,7 +91,7 @@ class Document(NamedTuple):
 def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
     """The files at ``paths`` and in folders there, sorted, with their sizes; without hidden and compiled files.
 
-    Raises UsageError for a path that does not exist.
+    Raises UsageError for a path that does not exist, and for an empty file of a format with a header.
     """
     files = []
     for path in map(Path, paths):
@@ -97,13 +100,16 @@ def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
             hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
             if file.is_file() and not hidden:
-                files.append((str(file), file.stat().st_size))
+                files.append((str(file), size := file.stat().st_size))
+                if not size and (file.suffix.lower() in _UNPACK or format_name(file.name) == PARQUET):
+                    raise UsageError(f"{file} is empty, and no {file.suffix} file: fetch it again, or leave it out")
     return files
 
 
 def count_documents(files: Sequence[tuple[str, int]], begin: int, end: int) -> int:
     """The number of documents that ``documents`` yields for these arguments; parses no lines that it can skip."""
-    return sum(1 for rows in _pieces(files, begin, end, None, parse=False) for _ in rows)
+    pieces = _pieces(files, begin, end, None, parse=False)
+    return sum(1 if rows is None else sum(1 for _ in rows) for _, rows in pieces)
 
 
 def documents(
@@ -115,35 +121,37 @@ def documents(
     first byte. A file of more than ``large`` bytes is returned by name. Raises UsageError, naming the file and the row,
     for a row that is no document, and for a file that is no text.
     """
-    for rows in _pieces(files, begin, end, columns):
-        for name, where, content in rows:
-            if content is None:
-                yield _whole_file(name, large)
-            else:
+    for name, rows in _pieces(files, begin, end, columns):
+        if rows is None:
+            yield _whole_file(name, large)
+        else:
+            for where, content in islice(rows, 1):
+                yield document_of(content, where, columns, name)._replace(unread=_unread(content, columns))
+            for where, content in rows:
                 yield document_of(content, where, columns, name)
 
 
-def prompts_in(path: str) -> list[Document]:
+def prompts_in(path: str, columns: Columns | None = None) -> list[Document]:
     """The prompts of a file: one a line of text, or one a row, a text or a conversation without an answer.
 
     Raises UsageError for a row without a prompt, and for a file that is no text or too large.
     """
-    found, size = [], 0
+    prompts, size = [], 0
     rows = rows_of(path)
     with _opened(path) as file:
         if rows is None:
             rows = ((f"{path}, line {n}", line) for n, (_, line) in enumerate(_lines(file, path), 1))
             rows = ((where, line.decode().rstrip("\r\n")) for where, line in rows)
         else:
-            rows = rows(file, path, None)
+            rows = rows(file, path, columns)
         for where, content in rows:
-            document = Document(content, where=where) if isinstance(content, str) else _prompt(content, where)
+            document = Document(content, where=where) if isinstance(content, str) else _prompt(content, where, columns)
             if document.text or document.messages:
-                found.append(document)
+                prompts.append(document)
             size += len(document.text)
             if size > MOST_BYTES:
                 raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
-    return found
+    return prompts
 
 
 # --- Files
@@ -167,9 +175,9 @@ def _endings(name: str) -> list[str]:
 
 def _pieces(
     files: Sequence[tuple[str, int]], begin: int, end: int, columns: Columns | None, *, parse: bool = True
-) -> Iterator[Iterator[tuple[str, str, Any]]]:
-    """For each file in the span, its rows there: name, place and content. A file that is one document has no content,
-    nor have, unless ``parse``, the rows that need no parsing."""
+) -> Iterator[tuple[str, Rows | None]]:
+    """Each file in the span, and its rows there; None for a file that is one document. Unless ``parse``, rows that need
+    no parsing have no content."""
     before = 0
     for name, size in files:
         rows, first, last = rows_of(name), begin - before, end - before
@@ -178,23 +186,19 @@ def _pieces(
             continue
         if rows is None:
             if first <= 0:
-                yield iter([(name, name, None)])
+                yield name, None
         elif rows is _json_lines and _is_plain(name):  # a line that begins before this span belongs to the one before
-            yield _rows_in(name, rows, columns, (first, last), parse)
+            yield name, _rows_in(name, rows, columns, (first, last), parse)
         elif first <= 0:
-            yield _rows_in(name, rows, columns, None, parse)
+            yield name, _rows_in(name, rows, columns, None, parse)
 
 
-def _rows_in(
-    name: str, rows: Callable, columns: Columns | None, span: tuple[int, int] | None, parse: bool
-) -> Iterator[tuple[str, str, Any]]:
+def _rows_in(name: str, rows: Callable, columns: Columns | None, span: tuple[int, int] | None, parse: bool) -> Rows:
     with _opened(name) as file:
         if rows is _json_lines:
-            found = _json_lines(file, name, columns, span or (0, ALL), parse)
+            yield from _json_lines(file, name, columns, span or (0, ALL), parse)
         else:
-            found = rows(file, name, columns)
-        for where, content in found:
-            yield name, where, content
+            yield from rows(file, name, columns)
 
 
 def _is_plain(name: str) -> bool:
@@ -225,7 +229,7 @@ def _opened(name: str) -> Iterator[Any]:
         if format_name(name) == PARQUET:
             yield file
             return
-        mark, encoding = next((each for each in _MARKS.items() if head.startswith(each[0])), (b"", "UTF-8"))
+        mark, encoding = next((item for item in _MARKS.items() if head.startswith(item[0])), (b"", "UTF-8"))
         if encoding == "UTF-16":
             file = io.BufferedReader(_Recoded(file), CHUNK)
             head = file.peek(_SAMPLE)[:_SAMPLE]
@@ -396,7 +400,11 @@ def _json_lines(
 def _parsed(line: bytes, where: str) -> Any:
     text = line.decode()
     try:
-        content = _bounded(json.loads(text))
+        content, end = _scan(text) if text[0] == "{" else (None, 0)
+        if text[end:] not in ("\n", "\r\n", ""):
+            content = json.loads(text)  # which searches for spaces: for most rows, that takes as long as all the rest
+        if ("[" in text or text.find("{", 1) > 0) and text.count("[") + text.count("{") > DEPTH:
+            bounded(content)  # a text with fewer cannot be nested too deep
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: this line cannot be read as JSON: {reason(error)}") from error
     if "\\u" in text and SURROGATE.search(text):  # perhaps a lone surrogate, which is no character
@@ -405,12 +413,7 @@ def _parsed(line: bytes, where: str) -> Any:
     return content
 
 
-def _bounded(content: Any) -> Any:
-    """``bounded``; most rows have only texts and numbers."""
-    is_flat = type(content) is dict and not any(type(value) in (dict, list) for value in content.values())
-    return content if is_flat else bounded(content)
-
-
+_NESTED = {dict, list}
 _SPACES = re.compile(r"[ \t\r\n]*")
 _scan = json.JSONDecoder().raw_decode
 
@@ -448,7 +451,8 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
             if len(held) > MOST_BYTES:
                 raise UsageError(f"{where}: it has more than {MOST_BYTES:,} bytes") from None
             continue
-        value = _bounded(value)
+        if type(value) is not dict or not _NESTED.isdisjoint(map(type, value.values())):
+            bounded(value)
         if not in_array and not number and not columns and not _fits(value) and not file.peek(1) and not held[end:]:
             value = _as_text(value, held, name)
         number += 1
@@ -474,41 +478,63 @@ def _as_text(value: Any, text: str, name: str) -> Any:
 def _table(file: Any, name: str, columns: Columns | None) -> Rows:
     """The lines of a table, whose first line names the columns. Commas, semicolons or tabs separate them."""
     head = file.peek(_SAMPLE)[:_SAMPLE].partition(b"\n")[0]
-    separator = "\t" if ".tsv" in _endings(name) else max(",;\t|", key=lambda each: head.count(each.encode()))
+    separator = "\t" if ".tsv" in _endings(name) else max(",;\t|", key=lambda mark: head.count(mark.encode()))
     csv.field_size_limit(MOST_BYTES)
-    lines = csv.reader(io.TextIOWrapper(file, "utf-8", newline="\n"), delimiter=separator, strict=True)
+    content = io.TextIOWrapper(file, "utf-8", newline="\n")
+    lines = csv.reader(content, delimiter=separator, strict=True)
     names: list[str] = []
+    text: int | None = None
     try:
         for row in lines:
             where = f"{name}, line {lines.line_num}"
             if not row:
                 continue
             if not names:
-                names = [each.strip() for each in row]
+                names = [name.strip() for name in row]
                 continue
             if len(row) != len(names):
                 raise UsageError(f"{where}: {len(row)} columns, but the first line names {len(names)}")
-            yield where, dict(zip(names, row, strict=True))
+            if text is None:
+                yield where, dict(zip(names, row, strict=True))
+                text = _only_text(names, columns)
+            else:
+                yield where, row[text]
     except csv.Error as error:
         raise UsageError(f"{name}, line {lines.line_num}: {error}") from None
+    finally:
+        content.detach()
 
 
 def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
-    """The rows of a Parquet table; reads only the columns that may be needed."""
+    """The rows of a Parquet table; reads only the columns that may be needed, and names the others in the first row."""
     _pyarrow(f"{name}: a Parquet table")
     from pyarrow import parquet
 
     table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK)  # else it reads all of the file
     there = table.schema_arrow.names
-    wanted = [each for each in there if each in (set(columns.values()) if columns else _KNOWN)]
+    wanted = [column for column in there if column in (set(columns.values()) if columns else _KNOWN)]
     if not wanted and table.metadata.num_rows:
         raise _no_document(name, there)
-    number = 0
+    number, text = 0, _only_text(wanted, columns)
     for group in range(table.num_row_groups):
         for batch in table.iter_batches(1024, row_groups=[group], columns=wanted, use_threads=False):
-            for row in batch.to_pylist():
+            names, contents = batch.schema.names, [*map(_values, batch.columns)]
+            rows = (dict(zip(names, values, strict=True)) for values in zip(*contents, strict=True))
+            for row in rows if text is None or not number else contents[text]:
                 number += 1
-                yield f"{name}, row {number}", row
+                yield f"{name}, row {number}", row if number > 1 else dict.fromkeys(there) | row
+
+
+def _only_text(names: Sequence[str], columns: Columns | None) -> int | None:
+    """The number of the column of texts, if no other is read: after the first row, its values stand for rows."""
+    read = columns or {role: name for name in names for role, usual in USUAL.items() if name in usual}
+    return names.index(read["text"]) if read.keys() == {"text"} and names.count(read["text"]) == 1 else None
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column; texts without a scalar of pyarrow for each."""
+    is_text = str(column.type) in ("string", "large_string")
+    return column.to_numpy(zero_copy_only=False).tolist() if is_text else column.to_pylist()
 
 
 PARQUET = ".parquet"
@@ -534,6 +560,7 @@ USUAL = {
     "tools": ("tools",),
 }
 _KNOWN = {name for names in USUAL.values() for name in names}
+_BESIDE_TEXT = _KNOWN - {"text"}
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 
 
@@ -541,7 +568,7 @@ def parse_columns(text: str | None) -> dict[str, str] | None:
     """``text=article`` or ``prompt=question,completion=answer``, by what the columns hold. Raises UsageError."""
     if text is None:
         return None
-    pairs = [each.partition("=") for each in text.split(",")]
+    pairs = [pair.partition("=") for pair in text.split(",")]
     if any(role not in USUAL or not name for role, _, name in pairs):
         raise UsageError(f"--columns {text}: give WHAT=NAME, and commas between; WHAT is one of {', '.join(USUAL)}")
     return {role: name for role, _, name in pairs}
@@ -549,103 +576,133 @@ def parse_columns(text: str | None) -> dict[str, str] | None:
 
 def document_of(content: Any, where: str, columns: Columns | None = None, source: str = "") -> Document:
     """The document in a row of ``source``. Raises UsageError, naming ``where``, for a row that is none."""
-    if not columns and isinstance(content, dict) and content.keys() & _KNOWN == {"text"}:  # most rows
-        text = content["text"]
-        if text and isinstance(text, str):
-            return Document(text, source=source, where=where)
-    place: dict[str, Any] = {"source": source, "where": where}
-    found = _fields(content, where, columns)
-    kinds = _kinds(found)
+    text, prompt = content, None
+    if type(content) is dict and not columns:
+        text = content.get("text")
+        if not content.keys().isdisjoint(_BESIDE_TEXT):
+            text, prompt = map(content.get, _pair_among(tuple(content)))
+    if text and type(text) is str and (prompt is None or (prompt and type(prompt) is str)):  # most rows
+        return tuple.__new__(Document, (text, source, where, prompt, None, None, False, None, "", "", ()))
+    fields = {"text": content} if isinstance(content, str) else _fields(content, where, columns)
+    kinds = _kinds(fields)
     if not kinds:
-        if not any(name in found for name in ("text", "messages", "completion", "output")):
+        if not any(name in fields for name in ("text", "messages", "completion", "output")):
             raise _no_document(where, content)
-        return Document(left_out=EMPTY, **place)
+        return Document("", source, where, left_out=EMPTY)
     kind = kinds[0]
-    notice = f"{kinds[1]} beside {kind}, not read" if len(kinds) > 1 else ""
+    others = [*kinds[1:], *(["input"] if fields.get("input") and kind != "instruction" else [])]
+    notice = f"{others[0]} beside {kind}, not read" if others else ""
     if kind == "text":
-        return Document(found["text"], **place)
-    if kind == "messages" or isinstance(found.get("prompt"), list):
-        listed = found["messages"] if kind == "messages" else [*found["prompt"], *found["completion"]]
-        messages = [_message(each, where) for each in listed]
-        left_out = "" if any(each["role"] == "assistant" for each in messages) else NO_ANSWER
-        tools = _listed(found.get("tools"), where) or None
-        return Document(messages=messages, tools=tools, left_out=left_out, notice=notice, **place)
+        return Document(fields["text"], source, where, notice=notice)
+    if kind == "messages" or isinstance(fields.get("prompt"), list):
+        listed = fields["messages"] if kind == "messages" else [*fields["prompt"], *fields["completion"]]
+        messages = [_message(message, where) for message in listed]
+        left_out = "" if any(message["role"] == "assistant" for message in messages) else NO_ANSWER
+        tools = _listed(fields.get("tools"), where) or None
+        return Document("", source, where, None, messages, tools, left_out=left_out, notice=notice)
+    is_instruction = kind == "instruction"
     request, answer = (
-        (found["prompt"], found["completion"]) if kind == "prompt" else (_instruction(found), found["output"])
+        (_instruction(fields), fields["output"]) if is_instruction else (fields["prompt"], fields["completion"])
     )
-    left_out = "" if answer else NO_ANSWER
-    return Document(answer, request, is_instruction=kind == "instruction", left_out=left_out, notice=notice, **place)
+    return Document(
+        answer, source, where, request, None, None, is_instruction, None, "" if answer else NO_ANSWER, notice
+    )
 
 
-def _prompt(content: Any, where: str) -> Document:
+def _prompt(content: Any, where: str, columns: Columns | None) -> Document:
     """What precedes an answer in a row."""
-    found = _fields(content, where, None)
-    messages = found.get("messages") or found.get("prompt")
+    fields = _fields(content, where, columns)
+    messages = fields.get("messages") or fields.get("prompt")
     if _is_conversation(messages):
-        tools = _listed(found.get("tools"), where) or None
-        return Document(messages=[_message(each, where) for each in messages], tools=tools, where=where)
-    text = next((found[name] for name in ("prompt", "instruction", "text") if isinstance(found.get(name), str)), None)
+        tools = _listed(fields.get("tools"), where) or None
+        return Document(messages=[_message(message, where) for message in messages], tools=tools, where=where)
+    text = next((fields[name] for name in ("prompt", "instruction", "text") if isinstance(fields.get(name), str)), None)
     if text is None:
         keys = f"; it has {', '.join(map(str, content))}" if isinstance(content, Mapping) else ""
         raise UsageError(f'{where}: it must be {{"prompt": TEXT}} or {{"messages": [{{"role": ...}}]}}{keys:.200}')
-    return Document(_instruction(found) if text == found.get("instruction") else text, where=where)
+    return Document(_instruction(fields) if text == fields.get("instruction") else text, where=where)
 
 
 def _fields(content: Any, where: str, columns: Columns | None) -> dict[str, Any]:
     """The values of a row, by what they hold."""
-    if not isinstance(content, Mapping):
+    if not _is_mapping(content):
         return {}
+    fields: dict[str, Any] = {}
     if columns:
         if missing := [name for name in columns.values() if name not in content]:
             raise UsageError(f"{where}: no {missing[0]!r} there; it has {', '.join(map(str, content)):.200}")
-        names: Mapping[str, Sequence[str]] = {role: (name,) for role, name in columns.items()}
+        fields = {role: content[name] for role, name in columns.items()}
     else:
-        names = USUAL
-    found: dict[str, Any] = {}
-    for role, usual in names.items():
-        for name in usual:
-            if content.get(name) is not None or (name in content and role not in found):
-                found[role] = content[name]
-                break
-    if isinstance(found.get("messages"), str):
-        found["messages"] = _listed(found["messages"], where)
-    return found
+        for role, names in _usual_among(tuple(content)):
+            for name in names:
+                fields[role] = content[name]
+                if content[name] is not None:
+                    break
+    if isinstance(fields.get("messages"), str):
+        fields["messages"] = _listed(fields["messages"], where)
+    return fields
 
 
-def _kinds(found: Mapping[str, Any]) -> list[str]:
+@lru_cache(256)
+def _usual_among(names: tuple[str, ...]) -> Sequence[tuple[str, Sequence[str]]]:
+    """The usual names that a row has, by what they hold: most rows of a file have the same ones."""
+    there = [(role, [name for name in usual if name in names]) for role, usual in USUAL.items()]
+    return [(role, present) for role, present in there if present]
+
+
+@lru_cache(256)
+def _pair_among(names: tuple[str, ...]) -> tuple[str, str]:
+    """The names of a completion and of its prompt, if a row with these names can be nothing else; else ""."""
+    there = {role: present[0] for role, present in _usual_among(names) if role != "output"}
+    is_all = there.keys() == {"prompt", "completion"} and sum(name in _KNOWN for name in names) == 2
+    return (there["completion"], there["prompt"]) if is_all else ("", "")
+
+
+def _is_mapping(value: Any) -> TypeGuard[Mapping]:
+    return type(value) is dict or isinstance(value, Mapping)  # which takes longer than to read a short row
+
+
+def _kinds(fields: Mapping[str, Any]) -> list[str]:
     """What a row is, first what is taken; nothing if it has no content."""
-    messages, prompt, completion = (found.get(name) for name in ("messages", "prompt", "completion"))
+    messages, prompt, completion = (fields.get(name) for name in ("messages", "prompt", "completion"))
     kinds = []
     if _is_conversation(messages):
         kinds.append("messages")
     both = isinstance(prompt, str) and isinstance(completion, str)
     if (both and (prompt or completion)) or (isinstance(prompt, list) and isinstance(completion, list) and completion):
         kinds.append("prompt")
-    elif isinstance(found.get("instruction"), str) and isinstance(found.get("output"), str):
+    elif isinstance(fields.get("instruction"), str) and isinstance(fields.get("output"), str):
         kinds.append("instruction")
-    if isinstance(found.get("text"), str) and found["text"]:
+    if isinstance(fields.get("text"), str) and fields["text"]:
         kinds.append("text")
     return kinds
 
 
 def _is_conversation(value: Any) -> TypeGuard[list[Message]]:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
+    return isinstance(value, list) and bool(value) and all(map(_is_mapping, value))
+
+
+def _unread(content: Any, columns: Columns | None) -> Sequence[str]:
+    known = set(columns.values()) if columns else _KNOWN
+    return tuple(str(name) for name in content if name not in known) if isinstance(content, Mapping) else ()
 
 
 def _fits(content: Any) -> bool:
     """Whether a row has what a document has."""
-    found = _fields(content, "", None)
-    return bool(_kinds(found)) or "text" in found
+    fields = _fields(content, "", None)
+    return bool(_kinds(fields)) or "text" in fields
 
 
-def _instruction(found: Mapping[str, Any]) -> str:
+def _instruction(fields: Mapping[str, Any]) -> str:
     """An instruction, and what it is about."""
-    about = found.get("input")
-    return f"{found['instruction']}\n\n{about}" if isinstance(about, str) and about.strip() else found["instruction"]
+    about = fields.get("input")
+    return f"{fields['instruction']}\n\n{about}" if isinstance(about, str) and about.strip() else fields["instruction"]
 
 
 def _message(message: Message, where: str) -> Message:
     """A message as templates expect it: with role and content, its parts of text joined, without empty keys."""
+    if type(message.get("role")) is str and type(message.get("content")) is str and None not in message.values():
+        return message
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "role" not in message and isinstance(message.get("from"), str):
         role = message.pop("from")
@@ -672,7 +729,8 @@ def _listed(value: Any, where: str) -> Any:
 
 def _no_document(where: str, content: Any) -> UsageError:
     names = [str(name) for name in content] if isinstance(content, (Mapping, list)) else []
-    there = f"; it has {', '.join(names):.200}: name what to read by --columns text=NAME" if names else ""
+    listed = f"{', '.join(names):.200}"
+    there = f"; it has {listed}: name what to read by --columns text=NAME, or leave the file out" if names else ""
     return UsageError(
         f'{where}: a document is {{"text": ...}}, {{"prompt": ..., "completion": ...}}, '
         f'{{"instruction": ..., "output": ...}} or {{"messages": [...]}}{there}'

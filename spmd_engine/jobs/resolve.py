@@ -192,7 +192,7 @@ class ResolvedJob:
     """A job that can run on the ranks of this world, and notices of the options that it goes on without."""
 
     job: TrainConfig
-    axes: Mapping[str, Any]  #: of its mesh; empty: all ranks along "data"
+    axes: Mapping[str, Any]  #: axes of its mesh; empty: all ranks along "data"
     others: Sequence[int]  #: the ranks outside the mesh that compute layers
     notices: Sequence[str] = ()
 

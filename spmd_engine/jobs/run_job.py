@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd_engine.adaptive.monitor import CrossingLog
 from spmd_engine.adaptive.shape_changes import ShapeChanges
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.checkpoints import CheckpointFolder
@@ -26,6 +27,7 @@ from spmd_engine.planning.dry_run.first_step_check import first_step_check
 from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
+from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.observers import Observer
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from spmd_engine.formats.token_file import TokenFile
 
 PROMPT = "def "  #: the beginning of a sample
-TEMPERATURE = 0.8  #: of samples
+TEMPERATURE = 0.8  #: temperature of samples
 
 
 def train(
@@ -85,6 +87,7 @@ def train(
 
                 adapter, given_propose = Adapter(job.adapt), propose
                 observers, propose = [*observers, adapter], lambda step: given_propose(step) or adapter.propose(step)
+            observers = [*observers, CrossingLog(job.adapt or AdaptConfig())]
             changes = ShapeChanges(workload, propose)
             new_run = make_run(workload, folder, observers, trace, hooks_of(workload, changes, early, enforce))
             with new_run.locked():  # before anything is read from or written to the folder
@@ -138,6 +141,10 @@ def _notices_without_effect(workload: Workload) -> list[str]:
     notices = []
     if job.model.code is not None:
         notices = [f"the model is code: {job.model.name}, SHA-256 {job.model.code[:12]}... of its file"]
+    if job.training.optimizer == "adamw" and job.training.momentum != StepConfig().momentum:
+        notices.append(
+            f"momentum {job.training.momentum:g} has no effect: it is that of sgd, and the optimizer is adamw"
+        )
     if job.shards_itself:
         return notices
     return notices + job.composition.check(mesh.all_axes, job.model.build(job.composition))
@@ -179,7 +186,7 @@ def _notices_of_rates(run: Run, workload: Workload) -> list[str]:
     from spmd_engine.checkpoints.read import read_manifest
 
     newest = CheckpointFolder(run.folder).newest() if workload.engine.device_id == 0 else None
-    with suppress(UsageError):  # of a checkpoint without a job, or with one of another version
+    with suppress(UsageError):  # a checkpoint without a job, or with one of another version
         if newest is not None:
             before = TrainConfig.from_json(read_manifest(newest).config).training
             return notices_of_rates(before, workload.job.training, run.steps_done)

@@ -19,13 +19,13 @@ from spmd_engine.layers.linear import Linear
 from spmd_engine.sharding.shards import Shards
 
 
-class Dropout:
+class Dropout(Layer):
     """y = x · mask / (1 - rate): the mask depends only on seed, step, name and global index."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
 
-    def forward(self, sh, x, ctx):
+    def forward(self, sh, p, x, ctx):
         if not (self.rate and ctx.training):
             return x, None
         backend = backend_of(x)
@@ -33,14 +33,28 @@ class Dropout:
         rows = ctx.samples[:, None] * (1 << 24) + ctx.residual_positions[None, :]
         key = key_of(ctx.seed, "dropout", ctx.step, sh.label)
         mask = bernoulli(key, 1.0 - self.rate, rows, x.shape[-1], backend)
-        return self.backward(mask, x), mask
+        return self._kept(mask, x), mask
 
-    def backward(self, mask, dy):
-        if mask is None:
-            return dy
-        dx = dy * mask
-        dx *= dy.dtype.type(1.0 / (1.0 - self.rate))
-        return dx
+    def backward_input(self, sh, p, mask, dy):
+        return (dy if mask is None else self._kept(mask, dy)), None
+
+    def _kept(self, mask, x):
+        y = x * mask
+        y *= x.dtype.type(1.0 / (1.0 - self.rate))
+        return y
+
+
+class Scale(Layer):
+    """y = factor · x"""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def forward(self, sh, p, x, ctx):
+        return scaled(x, self.factor), None
+
+    def backward_input(self, sh, p, saved, dy):
+        return scaled(dy, self.factor), None
 
 
 # --- A sequence of layers as one layer
@@ -176,8 +190,8 @@ class Branch(Chain):
     def __init__(self, norm: Layer | None, inner: Layer, *, after: Layer | None = None, scale: float = 1.0):
         check_argument(f"{type(self).__name__}: inner", inner, Layer, "a layer; Chain joins several")
         check_declarations(inner)
-        self.inner, self.scale = inner, scale
-        layers = ("norm", norm), ("", inner), ("norm_after", after)
+        self.inner = inner
+        layers = ("norm", norm), ("", inner), ("norm_after", after), ("scale", Scale(scale) if scale != 1 else None)
         self.layers = tuple((name, layer) for name, layer in layers if layer is not None)
         check_sizes(self.layers)
         self.may_cut, self.across, self.attends = inner.may_cut, inner.across, inner.attends
@@ -190,13 +204,6 @@ class Branch(Chain):
     def cost(self, length):
         return self.inner.cost(length)
 
-    def forward(self, sh, p, x, ctx):
-        y, *others = super().forward(sh, p, x, ctx)
-        return y if self.scale == 1 else scaled(y, self.scale), *others
-
-    def backward_input(self, sh, p, saved, dy, *side):
-        return super().backward_input(sh, p, saved, dy if self.scale == 1 else scaled(dy, self.scale), *side)
-
 
 class Residual(Branch):
     """y[b s d] = x + dropout(scale · after(inner(norm(x)))), with the names of ``Branch``"""
@@ -206,15 +213,15 @@ class Residual(Branch):
     ):
         super().__init__(norm, inner, after=after, scale=scale)
         self.dropout = Dropout(dropout)
+        if dropout:
+            self.layers += (("dropout", self.dropout),)
 
     def forward(self, sh, p, x, ctx):
-        y, saved, *extra = super().forward(sh, p, x, ctx)
-        y, mask = self.dropout.forward(sh, y, ctx)
-        return plus(x, y), (saved, mask), *extra
+        y, *others = super().forward(sh, p, x, ctx)
+        return plus(x, y), *others
 
     def backward_input(self, sh, p, saved, dy, *side):
-        saved, mask = saved
-        dx, rest = super().backward_input(sh, p, saved, self.dropout.backward(mask, dy), *side)
+        dx, rest = super().backward_input(sh, p, saved, dy, *side)
         dx = then(dx, lambda dx: add_to(dx, dy))
         return dx, (rest, dx if isinstance(dx, Deferred) else None)
 

@@ -108,7 +108,7 @@ class Conv2d(Layer):
     def _parts(self, sh):
         """The convolutions of this rank's channels: see ``ChannelGroups``."""
         i, o = self.channels
-        if i != o or not sh.is_cut(i):
+        if i != o or not sh.is_sharded(i):
             return PartsOfGroups(((slice(None), slice(None), self.groups.number),))
         reach = sh.reach(i, self.groups.inputs, self.groups)
         return PartsOfGroups(tuple(self.groups.parts(reach.outputs, reach.needed)))

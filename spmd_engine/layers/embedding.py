@@ -30,7 +30,7 @@ class Embedding(Layer):
 
     def forward(self, sh, p, x, ctx):
         table = p["table"]
-        if not sh.is_cut("v"):
+        if not sh.is_sharded("v"):
             y = table[x]
             rows, in_shard = x, None
         else:
@@ -80,12 +80,12 @@ class Positions(Layer):
             positions = ctx.documents.learned(positions)
         if self.unused:
             positions = positions + self.unused
-        y, mask = self.dropout.forward(sh, x + p["table"][positions], ctx)
+        y, mask = self.dropout.forward(sh, {}, x + p["table"][positions], ctx)
         return y, (positions, mask)
 
     def backward_input(self, sh, p, saved, dy):
         positions, mask = saved
-        dx = self.dropout.backward(mask, dy)
+        dx, _ = self.dropout.backward_input(sh, {}, mask, dy)
         return dx, (positions, dx)
 
     def backward_weight(self, sh, rest, g):

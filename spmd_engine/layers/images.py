@@ -75,7 +75,7 @@ class ImageWindows:
         sides = []
         for letter, (length, window) in self.reads.items():
             reach = sh.reach(letter, length, window)
-            inner = inner_outputs(window, length, reach.own, reach.outputs) if sh.is_cut(letter) else reach.outputs
+            inner = inner_outputs(window, length, reach.own, reach.outputs) if sh.is_sharded(letter) else reach.outputs
             sides.append((window, reach.own, reach.needed, reach.outputs, inner))
         return WindowsHere(*zip(*sides, strict=True))
 
@@ -289,4 +289,4 @@ class Gather(Layer):
         return sh.gather_further(x, self.inputs.dims, self.outputs.dims), None
 
     def backward_input(self, sh, p, saved, dy):
-        return sh.cut_further(dy, self.outputs.dims, self.inputs.dims), None
+        return sh.shard_further(dy, self.outputs.dims, self.inputs.dims), None

@@ -189,7 +189,8 @@ class GradientSums:
             raise UnknownParameter(name, self._full_names, "layer")
         full = self._full_names[name]
         first = full in self._untouched
-        self._untouched.discard(full)
+        if first:
+            self._untouched.discard(full)
         return self._arrays[name], first
 
 

@@ -63,13 +63,11 @@ class DecoderConfig(Configuration):
     mixture: Mixture | None = None  #: experts instead of dense perceptrons; None: no experts
     window: int | None = setting(None, least=1)  #: positions that a query sees, up to its own; None: all
     window_layers: str = setting("", old_names=("windowed",))  #: blocks that have the window; "": all
-    window_rotary: RotaryOptions | None = setting(
-        None, old_names=("rotary_in_window",)
-    )  #: rotary positions of those blocks; None: the same as in other blocks
+    #: rotary positions of those blocks; None: the same as in other blocks
+    window_rotary: RotaryOptions | None = setting(None, old_names=("rotary_in_window",))
     no_rope_layers: str = setting("", old_names=("unturned",))  #: blocks without rotary positions
-    learned_positions: bool = setting(
-        False, old_names=("learned",)
-    )  #: whether learned positions are added to the embedding, instead of rotary positions
+    #: whether learned positions are added to the embedding, instead of rotary positions
+    learned_positions: bool = setting(False, old_names=("learned",))
     unused_positions: int = setting(0, least=0)  #: rows of their table before the row of the first position
     #: RMSNorm, or LayerNorm: with scale and shift, with a scale alone, or with neither.
     norm: str = setting("rms", choices=("rms", "layer", "layer-scale", "layer-plain"))
@@ -87,9 +85,8 @@ class DecoderConfig(Configuration):
     logits_divisor: float = 1.0  #: logits are divided by it
     logits_cap: float | None = None  #: logits are cap · tanh(logits / cap); None: no cap
     head_bias: bool = False  #: whether logits have a bias
-    rope_before_norm: bool = setting(
-        False, old_names=("turned_first",)
-    )  #: whether queries and keys rotate before they are normalised
+    #: whether queries and keys rotate before they are normalised
+    rope_before_norm: bool = setting(False, old_names=("turned_first",))
     #: Instead of rotary positions, scores decrease with the distance of the key: the last head's by 2^-alibi (ALiBi).
     alibi: float | None = setting(None, least=0)
     embedding_norm: bool = False  #: whether a norm follows the embedding

@@ -66,12 +66,12 @@ def layout_for(
             "give its ranks to 'model'"
         )
     along_model = shares.get("model") or (1,) * mesh.all_axes.get("model", 1)  # one layout for all stages
-    queries_cut = "queries" not in mesh.axes and _queries_divide_better(attentions, along_model)
+    queries_sharded = "queries" not in mesh.axes and _queries_divide_better(attentions, along_model)
     layout = Layout.for_mesh(
         mesh,
         sequence_parallel=sequence_parallel,
         zigzag=zigzag,
-        queries_cut=queries_cut,
+        queries_sharded=queries_sharded,
         experts_over=experts_over,
     )
     return replace(layout, shares=shares)

@@ -142,11 +142,9 @@ def class_loss(letter: str, classes: int, *, check: bool = True) -> Callable:
     of the classes may be sharded. ``check``: whether a target out of range is an error."""
 
     def loss(sh, outputs, targets, **options):
-        axes = sh.axes(letter)
-        if check and axes:  # cross_entropy checks whole rows of scores itself
+        if check and sh.axes(letter):  # cross_entropy checks whole rows of scores itself
             check_classes(targets, classes, options.get("mask"))
-        over = sh.mesh.group(axes) if axes else None
-        return cross_entropy(outputs, targets, over=over, start=sh.span(letter, classes).start, **options)
+        return cross_entropy(outputs, targets, **_shard_of_classes(sh, letter, classes), **options)
 
     return loss
 
@@ -155,11 +153,15 @@ def class_accuracy(letter: str, classes: int) -> Callable:
     """Return a metric: the number of targets[b] with the largest of scores[b c]; letter c may be sharded."""
 
     def metric(sh, outputs, targets, **options):
-        axes = sh.axes(letter)
-        over = sh.mesh.group(axes) if axes else None
-        return right_classes(outputs, targets, over=over, start=sh.span(letter, classes).start, **options)
+        return right_classes(outputs, targets, **_shard_of_classes(sh, letter, classes), **options)
 
     return metric
+
+
+def _shard_of_classes(sh: Shards, letter: str, classes: int) -> dict[str, Any]:
+    """The group over which the letter of the classes is sharded, and the first class of this rank."""
+    axes = sh.axes(letter)
+    return {"over": sh.mesh.group(axes) if axes else None, "start": sh.span(letter, classes).start}
 
 
 def _loss_of_blocks(model: Model) -> Callable:
@@ -191,7 +193,7 @@ def _takes_whole_samples(loss: Callable) -> bool:
     """Whether a loss takes outputs and targets alone, besides its options, and no ``sh`` before them."""
     try:
         arguments = signature(loss).parameters.values()
-    except (TypeError, ValueError):  # of a function without a signature
+    except (TypeError, ValueError):  # a function without a signature
         return False
     positional = [a for a in arguments if a.kind in (Argument.POSITIONAL_ONLY, Argument.POSITIONAL_OR_KEYWORD)]
     return len([a for a in positional if a.default is a.empty and a.name not in ("count", "mask")]) == 2

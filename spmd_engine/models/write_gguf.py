@@ -128,10 +128,10 @@ def check_gguf(
     where = f"a GGUF file cannot represent this {shape.family}"
     tensors = {name: TensorToRead(name, "", shape, "F32", 0, values.get(name, ())) for name, shape in shapes.items()}
     try:
-        found = config_of_gguf(GGUF(dict(facts), dict(tensors)), where)
+        read = config_of_gguf(GGUF(dict(facts), dict(tensors)), where)
     except CheckpointError as error:
         raise UsageError(f"{error}; export it as huggingface") from error
-    for difference in _differences("", _explicit(shape), _explicit(found), _head_width(shape)):
+    for difference in _differences("", _explicit(shape), _explicit(read), _head_width(shape)):
         raise UsageError(f"{where}: its {difference}; export it as huggingface")
 
 

@@ -55,7 +55,7 @@ EXTRAS = {
 }
 SHARED_MEMORY = Path("/dev/shm")
 FABRICS = Path("/sys/class/infiniband"), Path("/sys/class/cxi")  #: devices of networks that move data without TCP
-WIDTH, PRODUCTS = 384, 24  #: of the matrix products that compare the speeds of ranks
+WIDTH, PRODUCTS = 384, 24  #: width and number of the matrix products that compare the speeds of ranks
 DTYPES = ("float16", "float32", "float64", "uint8", "int64")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SIZES = (1, 1 << 12)  #: elements of a rank's part of the arrays in collectives
@@ -119,11 +119,11 @@ def _mpi() -> dict[str, Any]:
         return {}
     from mpi4py import MPI
 
-    found: dict[str, Any] = {"library": " ".join(MPI.Get_library_version().split("\n")[0].strip("\0").split())}
+    facts: dict[str, Any] = {"library": " ".join(MPI.Get_library_version().split("\n")[0].strip("\0").split())}
     if MPI.Is_initialized():  # else MPICH ends the process
         levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
-        found |= {"size": MPI.COMM_WORLD.size, "threads": levels.get(MPI.Query_thread(), "multiple")}
-    return found
+        facts |= {"size": MPI.COMM_WORLD.size, "threads": levels.get(MPI.Query_thread(), "multiple")}
+    return facts
 
 
 def _simd() -> list[str]:
@@ -142,8 +142,8 @@ def _compiled_loops() -> dict[str, bool]:
 
 
 def _room(folder: Path) -> dict[str, int]:
-    found = os.statvfs(folder)
-    return {"bytes": found.f_blocks * found.f_frsize, "free": found.f_bavail * found.f_frsize}
+    state = os.statvfs(folder)
+    return {"bytes": state.f_blocks * state.f_frsize, "free": state.f_bavail * state.f_frsize}
 
 
 def package_digest() -> str:

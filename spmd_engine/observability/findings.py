@@ -25,7 +25,7 @@ LEAST_FILES = 256
 LOCKED = 1 << 30  #: bytes of locked memory, which drivers of fabrics need
 UNLIMITED = 1 << 64  #: resource.RLIM_INFINITY is -1
 LEAST_DISK = 1 << 30  #: bytes that are free for runs
-LISTED = 6  #: of the slowest
+LISTED = 6  #: how many of the slowest are listed
 LARGEST_SHIFT = 2.0  #: seconds between the clocks of two nodes
 
 
@@ -159,11 +159,11 @@ def _equal(ranks: Ranks) -> Iterator[CheckResult]:
     for name in names:
         if name in ("command", "host", "cores", "processor", "system", "spmd_engine") or name.isupper():
             continue
-        found = defaultdict(list)
+        by_value = defaultdict(list)
         for n, facts in enumerate(ranks):
-            found[_known(facts, "environment", {}).get(name, "absent")].append(n)
-        if len(found) > 1:
-            text = "; ".join(f"{value} on {_ranks(where)}" for value, where in found.items())
+            by_value[_known(facts, "environment", {}).get(name, "absent")].append(n)
+        if len(by_value) > 1:
+            text = "; ".join(f"{value} on {_ranks(where)}" for value, where in by_value.items())
             yield warning(name, text, "install the same version on every node")
 
 
@@ -309,25 +309,25 @@ def _folder(ranks: Ranks, together: Facts) -> Iterator[CheckResult]:
 
 
 def _communication(ranks: Ranks, together: Facts) -> Iterator[CheckResult]:
-    found, nodes = together["ranks"], together["nodes"]
-    wrong = [name for name in found[0]["right"] if not all(facts["right"][name] for facts in found)]
-    seconds = {name: max(facts["seconds"][name] for facts in found) for name in found[0]["seconds"]}
+    by_rank, nodes = together["ranks"], together["nodes"]
+    wrong = [name for name in by_rank[0]["right"] if not all(facts["right"][name] for facts in by_rank)]
+    seconds = {name: max(facts["seconds"][name] for facts in by_rank) for name in by_rank[0]["seconds"]}
     if wrong:
         yield error("collectives", f"wrong results: {', '.join(wrong)}", "report this with the output of doctor --json")
     else:
         times = [f"{name.split()[0]} {1e3 * value:.1f}" for name, value in seconds.items() if not name.endswith(" 8")]
-        text = f"{len(found[0]['right'])} are right; all_reduce of 8 bytes {1e6 * seconds['all_reduce 8']:.0f} us"
+        text = f"{len(by_rank[0]['right'])} are right; all_reduce of 8 bytes {1e6 * seconds['all_reduce 8']:.0f} us"
         yield good("collectives", f"{text}; ms of 1 MiB: {', '.join(times)}")
     several, count = len(set(nodes)) < len(nodes), len(set(nodes))
-    network = next((facts["network"] for facts in found if facts["network"]), "") if count > 1 else ""
+    network = next((facts["network"] for facts in by_rank if facts["network"]), "") if count > 1 else ""
     fabrics = sorted({device for facts in ranks for device in _known(facts, "fabrics", [])})
     within = "shared memory within a node" if several else "one rank a node"
     between = f"; MPI between {count} nodes{f' by TCP over {network}' if network else ''}" if count > 1 else ""
-    if several and not all(facts["memory"] for facts in found):
+    if several and not all(facts["memory"] for facts in by_rank):
         text = "ranks of a node cannot map each other's memory: they send messages"
         remedy = "run the ranks of a node in one container and as one user, and limit no address space (ulimit -v)"
         yield warning("transport", text, remedy)
-    elif several and not all(facts["reads"] for facts in found):
+    elif several and not all(facts["reads"] for facts in by_rank):
         text = f"{within}{between}, but ranks cannot read each other's memory: each large array is copied once more"
         yield warning("transport", text, "allow ptrace: docker run --cap-add SYS_PTRACE")
     elif network and fabrics:
@@ -336,7 +336,7 @@ def _communication(ranks: Ranks, together: Facts) -> Iterator[CheckResult]:
         yield warning("transport", text, remedy)
     else:
         yield good("transport", within + between)
-    clocks = [facts["clock"] for facts in found]
+    clocks = [facts["clock"] for facts in by_rank]
     if max(clocks) - min(clocks) > LARGEST_SHIFT:
         n = max(range(len(clocks)), key=lambda n: abs(clocks[n] - median(clocks)))
         text = f"rank {n} ({nodes[n]}) differs by {clocks[n] - median(clocks):+.0f} s"
@@ -441,10 +441,10 @@ def _gpus(ranks: Ranks, together: Facts) -> Iterator[CheckResult]:
     if without:
         remedy = "give every node GPUs, install cupy and the driver there, and look at CUDA_VISIBLE_DEVICES"
         yield error("GPUs", f"{text}; none that CuPy can use on {_ranks(without)}", remedy)
-    elif not all(found["right"] for found in sums):
+    elif not all(total["right"] for total in sums):
         yield error("GPUs", f"{text}; a sum of their arrays is wrong", "train --transport staged")
     elif sums:
-        seconds = max(found["seconds"] for found in sums)
+        seconds = max(total["seconds"] for total in sums)
         yield good("GPUs", f"{text}; all_reduce of 1 MiB {1e3 * seconds:.2f} ms; {sums[0]['path']}")
     else:
         yield good("GPUs", text)

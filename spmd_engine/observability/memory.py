@@ -11,7 +11,7 @@ from typing import NamedTuple
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.engine.build import composed_assignment, composed_layout
-from spmd_engine.engine.optimizers import OPTIMIZERS, AdamW, Optimizer
+from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.array_table import BUFFER, FROZEN, GRADIENT, RESIDUE, STATE, ArrayRow
 from spmd_engine.engine.state.assignment import PIPE
@@ -22,6 +22,7 @@ from spmd_engine.planning.dry_run.engine import PassCache
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.training.workload import optimizer_of
 from spmd_engine.units import readable_bytes
 
 CLASSES = ("parameters", "gradients", "optimizer state", "largest groups")
@@ -44,7 +45,7 @@ def draw_memory(job: TrainConfig, model: Model, composition: ParallelConfig) -> 
     without one, a bar for each stage, of the rank that holds most."""
     axes, stage = dict(composition.mesh or {}), composition.storage.stage(composition.mesh or {})
     side_by_side = composition.zero is None and not composition.assigned
-    options = {"dtype": job.model.dtype, "optimizer": OPTIMIZERS[job.training.optimizer](), "cache": PassCache()}
+    options = {"dtype": job.model.dtype, "optimizer": optimizer_of(job.training), "cache": PassCache()}
     held = {
         zero: bytes_per_rank(model, axes, composition.in_memory.changed(zero=zero), **options)
         for zero in (range(4) if side_by_side else [stage])
@@ -68,11 +69,11 @@ def draw_memory(job: TrainConfig, model: Model, composition: ParallelConfig) -> 
 def draw_storage(job: TrainConfig, model: Model, composition: ParallelConfig) -> Picture:
     """The table of the kinds of arrays in this composition, with the bytes of each, without a drawing."""
     axes, dtype = dict(composition.mesh or {}), dtype_of(job.model.dtype)
-    first, states = all_positions(axes)[0], len(OPTIMIZERS[job.training.optimizer]().kinds)
+    first, states = all_positions(axes)[0], len(optimizer_of(job.training).kinds)
     assignment = composed_assignment(
         model, first, composed_layout(model, first, composition), dtype.itemsize, composition
     )
-    sharded_axes = dict.fromkeys(axis for group in assignment.groups for axis in group.summed.cut)
+    sharded_axes = dict.fromkeys(axis for group in assignment.groups for axis in group.summed.sharded)
     ranks = elements_per_rank(model, axes, composition, dtype.itemsize)
     rows: list[tuple[str, ...]] = [("array", "on a rank", "dtype", "place", "bytes on rank 0", "on the rank with most")]
     for row in composition.storage.table(axes, tuple(sharded_axes), dtype).values():
@@ -141,7 +142,7 @@ def _numbers(bars: Sequence[tuple[str, Held]]) -> list[Cell]:
 
 #: Kinds of memory of unsharded groups in the analysis of a step.
 _UNSHARDED = ("gathered groups", "whole gradients")
-_Parts = tuple[tuple[str, ...], list[int]]  # of a group: the axes that shard its storage, and the size of each part
+_Parts = tuple[tuple[str, ...], list[int]]  # the axes that shard a group's storage, and the size of each part
 
 
 def bytes_per_rank(
@@ -180,10 +181,10 @@ def bytes_per_rank(
 class Elements(NamedTuple):
     """Numbers of elements on a rank."""
 
-    whole: int  #: of all parameters of its blocks
-    owned: int  #: of those that it updates, under ZeRO
-    frozen: int  #: of frozen weights
-    buffers: int  #: of other buffers
+    whole: int  #: all parameters of its blocks
+    owned: int  #: those that it updates, under ZeRO
+    frozen: int  #: frozen weights
+    buffers: int  #: other buffers
 
 
 def elements_per_rank(
@@ -215,18 +216,18 @@ def elements_per_rank(
 class _Share:
     """Elements on the ranks of a stage that hold the same blocks."""
 
-    whole: int  #: of all parameters
-    owned: list[_Parts]  #: of each group of parameters
-    frozen: list[_Parts]  #: of each group of sharded frozen weights
-    frozen_whole: int  #: of frozen weights that are in no group
-    buffers: int  #: of other buffers
+    whole: int  #: all parameters
+    owned: list[_Parts]  #: for each group of parameters
+    frozen: list[_Parts]  #: for each group of sharded frozen weights
+    frozen_whole: int  #: frozen weights that are in no group
+    buffers: int  #: other buffers
 
 
 def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: ParallelConfig) -> _Share:
     assignment = composed_assignment(model, place, layout, itemsize, composition)
 
     def parts_of(group: ParameterGroup) -> _Parts:
-        over = group.summed.cut
+        over = group.summed.sharded
         return over, [part.stop - part.start for part in group.intervals(place.axis_size(over))]
 
     sharded_names = {name for group in assignment.frozen for name in group.spans}
@@ -258,7 +259,7 @@ def _peak_unsharded_bytes(
         model, axes, composition, batch_size=batch_size, micro_batches=micro_batches, dtype=dtype, cache=cache
     )
     ranks = [0] * analysis.ranks
-    for rank_class in analysis:
+    for rank_class in analysis.classes:
         most = max(sum(moment.bytes_by_kind.get(kind, 0) for kind in _UNSHARDED) for moment in rank_class.step.timeline)
         for rank in rank_class.ranks:
             ranks[rank] = most

@@ -25,6 +25,7 @@ from spmd_engine.observability.progress import bar
 from spmd_engine.observability.run_record import RunReader, RunRecord
 from spmd_engine.pictures import WIDEST
 from spmd_engine.runtime.watchdog import FILE as HANG
+from spmd_engine.training.numbers_by_rank import expanded
 from spmd_engine.training.observers import ActivityFile
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import clock_time, readable_seconds
@@ -97,7 +98,7 @@ class Watched:
     def _activities(self) -> dict[int, Mapping[str, Any]]:
         """What ranks do, by rank; only those of rank 0's node."""
         ranks = self._activity.get("ranks")
-        return {each["rank"]: each for each in ranks if "rank" in each} if isinstance(ranks, list) else {}
+        return {record["rank"]: record for record in ranks if "rank" in record} if isinstance(ranks, list) else {}
 
     # --- Numbers
 
@@ -187,12 +188,12 @@ class Watched:
         events = self._run.events
         starts = [place for place, event in enumerate(events) if event.get("event") == "started"]
         texts = {"warning": "text", "skipped": "why", "not saved": "why"}
-        found = [
+        lines = [
             f"{_shown_time(event.get('time'))} {event['event']}: {event.get(texts[event['event']])}"
             for event in events[starts[-1] if starts else 0 :]
             if event.get("event") in texts
         ]
-        return [_printable(line.splitlines()[0]) for line in found[-3:]]
+        return [_printable(line.splitlines()[0]) for line in lines[-3:]]
 
     # --- Ranks
 
@@ -224,7 +225,7 @@ class Watched:
                 "mesh": shards[rank][1] if rank in shards else "-",
             }
             if crossed:
-                own = (f"{each.what} {each.ranks[rank]:.2f}" for each in crossed if rank in each.ranks)
+                own = (f"{crossing.what} {crossing.ranks[rank]:.2f}" for crossing in crossed if rank in crossing.ranks)
                 row["above threshold"] = ", ".join(own)
             rows.append({name: _printable(text) for name, text in row.items()})
         return [rows[rank] for rank in np.argsort(waits, kind="stable")] if len(rows) > MOST_RANKS else rows
@@ -238,7 +239,7 @@ class Watched:
                 axes = parse_axes(mesh)
                 places = all_positions(axes)
                 if len(places) == ranks:
-                    coordinates = [" ".join(f"{axis}={n}" for axis, n in each.coordinates.items()) for each in places]
+                    coordinates = [" ".join(f"{axis}={n}" for axis, n in place.coordinates.items()) for place in places]
                     nodes = [self._run.nodes[rank] for rank in self._run.ranks_on_mesh]
                     composition = ParallelConfig.from_json(self._run.config.get("composition") or {})
                     order = ranks_by_position(nodes, composition.order)
@@ -280,7 +281,7 @@ def _parts_held(run: RunRecord, axes: Mapping[str, int]) -> list[str]:
     composition = job.composition.changed(mesh=dict(axes))
     model = job.model.build(composition)
     sharded = composition.storage.stage(axes) >= 3
-    counts = [each.owned if sharded else each.whole for each in elements_per_rank(model, axes, composition)]
+    counts = [elements.owned if sharded else elements.whole for elements in elements_per_rank(model, axes, composition)]
     return [f"{100 * count / max(1, model.parameter_count):.3g}%" for count in counts]
 
 
@@ -311,13 +312,13 @@ def _number(value: Any) -> float:
 
 def _by_rank(lines: Iterable[Mapping[str, Any]], name: str, shape: tuple[int, ...]) -> np.ndarray:
     """float64[rank, ...]: the mean of numbers by rank over the lines that have them; NaN if none has."""
-    found = []
+    rows = []
     for line in lines:
         with suppress(TypeError, ValueError):
-            numbers = np.array(line.get(name), float)
+            numbers = np.array(expanded(line.get(name)), float)
             if numbers.shape == shape:
-                found.append(numbers)
-    return np.mean(found, axis=0) if found else np.full(shape, np.nan)
+                rows.append(numbers)
+    return np.mean(rows, axis=0) if rows else np.full(shape, np.nan)
 
 
 def _shown_time(text: Any) -> str:
@@ -341,7 +342,7 @@ def _printable(text: str) -> str:
 # --- Curves as text
 
 
-DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  #: of a Braille character, by row and column
+DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  #: Braille bits, by row and column
 
 
 def curves(run: RunRecord, width: int, height: int, encoding: str = "utf-8") -> Iterable[Text]:
@@ -374,7 +375,7 @@ def curves(run: RunRecord, width: int, height: int, encoding: str = "utf-8") -> 
     cells = (((rows >= top) & (rows <= bottom)).reshape(height, 4, columns, 2) * DOTS[None, :, None, :]).sum(
         axis=(1, 3)
     )
-    points = set(zip(*(each.tolist() for each in place(*validation, columns, height)), strict=True))
+    points = set(zip(*(cells.tolist() for cells in place(*validation, columns, height)), strict=True))
     for row in range(height):
         line = _line(f"{labels[row]:>{margin - 1}} ", "dim")
         for column, cell in enumerate(cells[row].tolist()):

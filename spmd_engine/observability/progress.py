@@ -27,7 +27,7 @@ class Reporter(Observer):
 
     def __init__(self) -> None:
         self.bar: Bar | None = None
-        self.unit, self.each = "", "targets"
+        self.unit, self.noun = "", "targets"
         self.experts: ExpertLoad | None = None  # in the last step
         self.warned = False
 
@@ -35,9 +35,9 @@ class Reporter(Observer):
         job, mesh = workload.job, workload.engine.mesh
         if workload.writes:
             self.unit = f" nats per {'token' if workload.token_file else 'byte'}"
-            self.each = "tokens"
+            self.noun = "tokens"
         elif not isinstance(workload.corpus, Corpus):
-            self.each = "images" if job.model.name in IMAGES else "samples"
+            self.noun = "images" if job.model.name in IMAGES else "samples"
         self._tell(*(f"note: {notice}" for notice in notices))
         self._print(
             f"{job.strategy or job.model.name}: {parameters:,} parameters, {job.model.dtype}, mesh {mesh} "
@@ -63,7 +63,7 @@ class Reporter(Observer):
             self._tell(f"step {report.step} updated nothing: {report.skipped}")
         self._note_experts(report)
         metrics = "".join(f"  {name} {100 * value:.1f}%" for name, value in (report.metrics or {}).items())
-        text = f"loss {readable_loss(report.loss)}{metrics}  {report.tokens_per_second:,.0f} {self.each}/s"
+        text = f"loss {readable_loss(report.loss)}{metrics}  {report.tokens_per_second:,.0f} {self.noun}/s"
         if self.bar:
             self.bar.show(report.step, text)
         elif report.step % max(1, self.stop // 20) == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 
@@ -14,23 +13,7 @@ from rich.text import Text
 
 from spmd_engine.errors import UsageError
 from spmd_engine.files import output_file
-from spmd_engine.pictures import (
-    BETWEEN,
-    BORDER,
-    FONT,
-    LINES,
-    PAPER,
-    WIDEST,
-    Picture,
-    Row,
-    ink,
-    labels,
-    pixels,
-    rectangle,
-    svg,
-    text,
-    text_rows,
-)
+from spmd_engine.pictures import LINES, WIDEST, Picture, Row, ink, png, svg, text, text_rows
 
 PLAIN = str.maketrans(LINES[1:], "|-+||++-+-+++++")
 
@@ -77,9 +60,6 @@ def _text_line(row: Row) -> Text:
     return line
 
 
-# --- A picture as a file: SVG, or PNG by Pillow
-
-
 def write_image(picture: Picture, path: Path) -> None:
     """Write a picture in the format of the ending of ``path``; raises UsageError unless that is .svg or .png."""
     writers = {".svg": svg, ".png": png}
@@ -88,30 +68,3 @@ def write_image(picture: Picture, path: Path) -> None:
     content = writers[path.suffix.lower()](picture)
     with output_file(path) as file:
         file.write(content)
-
-
-def png(picture: Picture) -> bytes:
-    """The picture as PNG, at twice the size. Raises UsageError if Pillow is missing."""
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError as error:
-        raise UsageError(
-            "--output: PNG needs Pillow. Install it with: pip install 'spmd_engine[png]', or write .svg"
-        ) from error
-    scale = 2
-    width, height = pixels(picture)
-    image = Image.new("RGB", (scale * width, scale * height), PAPER)
-    draw = ImageDraw.Draw(image)
-    font = ImageFont.load_default(scale * FONT)
-    for cell in picture.placed():
-        left, top, wide, high = (round(scale * side) for side in rectangle(cell))
-        if cell.outline or cell.fill:
-            border = BORDER if cell.outline else BETWEEN
-            draw.rectangle((left, top, left + wide, top + high), fill=cell.fill, outline=border, width=scale)
-        for x, y, label in labels(cell):
-            anchor = {"left": "lm", "center": "mm", "right": "rm"}[cell.align]
-            colour = ink(cell.fill) if cell.fill else BORDER
-            draw.text((scale * x, scale * y), label, fill=colour, font=font, anchor=anchor)
-    content = BytesIO()
-    image.save(content, "PNG")
-    return content.getvalue()

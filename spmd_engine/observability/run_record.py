@@ -22,6 +22,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.files import open_regular
 from spmd_engine.foreign import parse_json, read_bytes, reading
 from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.numbers_by_rank import expanded
 from spmd_engine.training.observers import DataPicture, EventLog, MetricsFile
 from spmd_engine.training.run import CONFIG
 
@@ -57,16 +58,16 @@ class RunRecord:
 
     def last(self, event: str) -> Mapping[str, Any]:
         """The last event of this kind; empty if there is none."""
-        return next((each for each in reversed(self.events) if each.get("event") == event), {})
+        return next((entry for entry in reversed(self.events) if entry.get("event") == event), {})
 
     def first(self, event: str) -> Mapping[str, Any]:
         """The first event of this kind; empty if there is none."""
-        return next((each for each in self.events if each.get("event") == event), {})
+        return next((entry for entry in self.events if entry.get("event") == event), {})
 
     @property
     def seconds(self) -> float:
         """Seconds of all starts together, each counted up to its last event."""
-        times = [(each.get("event"), _seconds_of(each.get("time"))) for each in self.events]
+        times = [(entry.get("event"), _seconds_of(entry.get("time"))) for entry in self.events]
         known = [(event, now) for event, now in times if now]
         return sum(now - before for (_, before), (event, now) in pairwise(known) if event not in ("opened", "started"))
 
@@ -88,20 +89,20 @@ class RunRecord:
         """The node of each rank of the job, also of those that have joined since its start."""
         nodes: list[str] = []
         for event in self.events:
-            found = event.get("nodes")
-            if event.get("event") in ("started", "joined") and isinstance(found, list):
-                nodes = [*(nodes if event["event"] == "joined" else []), *found]
+            of_event = event.get("nodes")
+            if event.get("event") in ("started", "joined") and isinstance(of_event, list):
+                nodes = [*(nodes if event["event"] == "joined" else []), *of_event]
         return nodes or [""]
 
     @property
     def _shape(self) -> Mapping[str, Any]:
         """The event since which the run has its mesh: its start, or a change of its shape."""
-        return next((each for each in reversed(self.events) if each.get("event") in ("started", "reshaped")), {})
+        return next((entry for entry in reversed(self.events) if entry.get("event") in ("started", "reshaped")), {})
 
     @property
     def crossings(self) -> list[Crossing]:
         """The thresholds that the last steps cross, with the run's own thresholds, or the usual ones."""
-        world = next((each for each in reversed(self.events) if each.get("event") in ("started", "joined")), {})
+        world = next((entry for entry in reversed(self.events) if entry.get("event") in ("started", "joined")), {})
         since, even = self._shape.get("step", 0), [1.0] * len(self.nodes)
         lines = [line for line in self.recent if line["step"] > since and "shares" in line]
         with suppress(UsageError, TypeError, ValueError, KeyError, IndexError):  # damaged lines, or other versions'
@@ -138,7 +139,7 @@ class RunRecord:
             process, host = self.owner
             here = host == os.uname().nodename
             return "killed" if here and not os.path.exists(f"/proc/{process}") else "running"
-        kinds = [each.get("event") for each in self.events]
+        kinds = [entry.get("event") for entry in self.events]
         if "started" not in kinds:
             return "unknown"
         since = kinds[-1 - kinds[::-1].index("started") :]
@@ -258,8 +259,8 @@ def _seconds_of(time: Any) -> float:
 
 def _parts_of_step(line: Mapping[str, Any]) -> np.ndarray | None:
     """float64[rank, 4]: shares and processor seconds (NaN if they are not recorded) of a step's line."""
-    shares, processor = line.get("shares"), line.get("cpu_seconds")
     try:
+        shares, processor = expanded(line.get("shares")), expanded(line.get("cpu_seconds"))
         part = np.array(shares, float)
         seconds = np.array(processor if processor is not None else [np.nan] * len(part), float)
     except (TypeError, ValueError):

@@ -8,24 +8,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+import spmd_engine.pictures as pictures
 from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import UsageError
 from spmd_engine.observability.render import text_table
-from spmd_engine.pictures import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PALE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-    YELLOW,
-    Cell,
-    Picture,
-    listed,
-    table,
-    text,
-)
+from spmd_engine.pictures import Cell, Picture, listed, table, text
 from spmd_engine.planning.dry_run.model_shards import ModelShard
 from spmd_engine.planning.dry_run.step_analysis import KINDS, Communication, Phases, RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import NodeCapabilities
@@ -36,12 +23,12 @@ from spmd_engine.units import readable_bytes, readable_seconds
 
 
 FILLS = {
-    "all_gather": BLUE,
-    "reduce_scatter": ORANGE,
-    "all_reduce": YELLOW,
-    "all_to_all": SKY,
-    "send": GREEN,
-    "receive": PURPLE,
+    "all_gather": pictures.BLUE,
+    "reduce_scatter": pictures.ORANGE,
+    "all_reduce": pictures.YELLOW,
+    "all_to_all": pictures.SKY,
+    "send": pictures.GREEN,
+    "receive": pictures.PURPLE,
 }
 LABEL = 40  # columns for the names of transfers
 MOST_TRANSFERS = 400  # transfers
@@ -58,7 +45,7 @@ def draw_communication(step: RankStep, place: MeshPosition, title: str, assumed:
     for line, transfer in enumerate(step.communications, 1):
         cells.append(text(0, line, _name_of_transfer(transfer)[: LABEL - 1]))
         width = max(transfer.priority, 1)
-        fill = FILLS.get(transfer.operation, PALE)
+        fill = FILLS.get(transfer.operation, pictures.PALE)
         cells.append(Cell(LABEL + transfer.begins, line, width, 1, "=" * width, fill, False, "left"))
     exposed = [transfer for transfer in step.communications if transfer.priority == 0]
     notes = [
@@ -80,7 +67,8 @@ def print_transfers(step: RankStep, console: Console) -> None:
         kinds[_name_of_transfer(transfer), transfer.axes].append(transfer)
     rows = []
     for (name, axes), transfers in kinds.items():
-        sent, hidden = sum(each.sent for each in transfers), sum(each.priority > 0 for each in transfers)
+        sent = sum(transfer.sent for transfer in transfers)
+        hidden = sum(transfer.priority > 0 for transfer in transfers)
         rows.append((name, axes, str(len(transfers)), f"{sent:,.0f}", str(hidden)))
     heads = "transfers", "over", ">number", ">bytes sent", ">hidden by a computation"
     console.print(text_table(heads, rows, edge=False), "")
@@ -210,7 +198,7 @@ def _layers(step: RankStep) -> Table:
     heads = "layer", ">parameters, bytes", *gflop, ">bytes moved", ">saved", ">most", ">bytes sent"
     rows = []
     for numbers, (first, *more) in alike.items():
-        name = first or "the engine"  # of a user's own, which has no layers
+        name = first or "the engine"  # a user's own has no layers
         rows.append((f"{name} and {len(more)} alike" if more else name, *numbers))
     return text_table(heads, rows, edge=False)
 
@@ -227,14 +215,14 @@ def _totals(analysis: StepAnalysis) -> Table:
 
 #: A letter and a colour for each kind.
 LOOKS = {
-    "parameters": ("P", BLUE),
-    "gradients": ("G", ORANGE),
-    "optimizer state": ("O", GREEN),
-    "gathered groups": ("g", PURPLE),
-    "whole gradients": ("w", YELLOW),
-    "activations": ("a", SKY),
-    "communication buffers": ("c", VERMILLION),
-    "temporaries": ("t", PALE),
+    "parameters": ("P", pictures.BLUE),
+    "gradients": ("G", pictures.ORANGE),
+    "optimizer state": ("O", pictures.GREEN),
+    "gathered groups": ("g", pictures.PURPLE),
+    "whole gradients": ("w", pictures.YELLOW),
+    "activations": ("a", pictures.SKY),
+    "communication buffers": ("c", pictures.VERMILLION),
+    "temporaries": ("t", pictures.PALE),
 }
 _COLUMNS, _LINES = 96, 16
 

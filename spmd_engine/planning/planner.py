@@ -84,11 +84,14 @@ def plan(
             raise UsageError("plan needs ranks, or a mesh")
         ranks = count_ranks(fixed["mesh"])
     built = planned_model(model, base=base) if isinstance(model, str) else model
-    found = machine if isinstance(machine, Machine) else default_machine(machine)
+    chosen = machine if isinstance(machine, Machine) else default_machine(machine)
     numbers, sizes = ([one] if isinstance(one, int) else one for one in (ranks, batch_size))
+    for name, given in (("ranks", numbers), ("batch_size", sizes)):
+        if not given or min(given) < 1:
+            raise UsageError(f"plan: {name} is {', '.join(map(str, given)) or 'empty'}; it must be from 1")
     limits = {"memory": memory, "latency": latency, "bandwidth": bandwidth, "compute": compute}
     searched = fixed, axes, sequence, dtype, optimizer, base, seconds, placement, fallback
-    request = Request(built, found, numbers, sizes, goal, Limits.from_json(limits, "plan"), *searched)
+    request = Request(built, chosen, numbers, sizes, goal, Limits.from_json(limits, "plan"), *searched)
     return fixed_plan(request) if mesh else find_plan(request)
 
 

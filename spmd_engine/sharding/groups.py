@@ -18,14 +18,14 @@ CAP = 32 << 20  # bytes: no larger groups, since an unshard for one member holds
 class Sum(NamedTuple):
     """The ranks over which a gradient is unreduced after a backward, and which of them share its state.
 
-    ``over`` are mesh axes; ``cut`` are those of them that shard gradients, optimizer state and, at ZeRO stage 3,
+    ``over`` are mesh axes; ``sharded`` are those of them that shard gradients, optimizer state and, at ZeRO stage 3,
     parameters. ``stages``, if there are several, are the pipeline stages that hold the parameter. Its gradient is
     summed over those whose layers use it: all, as of a tied parameter, or ``computed_on``, the first of which sends the
     sum to the others.
     """
 
     over: tuple[str, ...] = ()
-    cut: tuple[str, ...] = ()
+    sharded: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()  #: relative shares of the owners, in their order; (): equal
     computed_on: tuple[int, ...] = ()  #: some of ``stages``; (): all

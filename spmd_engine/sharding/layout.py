@@ -60,15 +60,15 @@ class Layout:
         *,
         sequence_parallel: bool = False,
         zigzag: bool = False,
-        queries_cut: bool = False,
+        queries_sharded: bool = False,
         experts_over: Sequence[str] | None = None,
         experts: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> Layout:
         """The customary layout of a mesh whose axes have customary names; raises MeshError for other axes.
 
         ``sequence_parallel`` shards the residual stream's s over ``model`` and ``queries``, too. ``zigzag`` shards the
-        sequence over ``context`` so that causal attention is equal work on every rank. ``queries_cut`` lets ``model``
-        shard the r queries that share a key head instead of the key heads: for models with too few key heads.
+        sequence over ``context`` so that causal attention is equal work on every rank. ``queries_sharded``:
+        ``model`` shards the r queries that share a key head, not the key heads, for models with too few of these.
         ``experts_over`` are the axes that shard the experts instead of ``expert``, from those that shard tokens.
         ``experts`` has, for some layers, the part of each expert: see ``parts``.
         """
@@ -77,7 +77,7 @@ class Layout:
             if axis not in CUSTOMARY:
                 why = f"no customary layout for axis {axis!r}; {one_of(axis, CUSTOMARY)}, or pass a Layout"
                 raise MeshError(f"mesh {mesh}: {why}")
-            letters = CUSTOMARY[axis].replace("h", "r") if queries_cut else CUSTOMARY[axis]
+            letters = CUSTOMARY[axis].replace("h", "r") if queries_sharded else CUSTOMARY[axis]
             for letter in letters:
                 inside[letter] = (*inside.get(letter, ()), axis)
         if experts_over is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -35,24 +36,27 @@ class Shards:
     def __init__(self, mesh: Mesh, layout: Layout, label: str = "", *, takes_data: bool = True) -> None:
         self.mesh, self.layout, self.label, self.takes_data = mesh, layout, label, takes_data
         self.checked: set[tuple] = set()  #: keys of the layer's calls that were checked
-        self._axes: dict[tuple[str, str], tuple[str, ...]] = {}
-        self._common: dict[tuple[str, str], tuple[str, ...]] = {}
+        # A layer asks for the same letters in every call.
+        self._axes = cache(self._find_axes)
+        self._groups = cache(self._find_group)
+        self._gathers = cache(self._find_gathers)
+        self._scatters = cache(self._find_scatters)
+        self._parts = cache(self._find_parts)
         self._plans: dict[tuple, TransferPlan | None] = {}
-        self._parts: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def axes(self, letters: Iterable[str], where: str = "inside") -> tuple[str, ...]:
         """The mesh axes that shard any of these letters, in the mesh's order, without those of size 1."""
-        key = letters if isinstance(letters, str) else "".join(letters), where
-        if key not in self._axes:
-            wanted = {axis for letter in key[0] for axis in self.layout.axes(letter, where)}
-            self._axes[key] = tuple(axis for axis, size in self.mesh.axes.items() if axis in wanted and size > 1)
-        return self._axes[key]
+        return self._axes(letters if type(letters) is str else "".join(letters), where)
+
+    def _find_axes(self, letters: str, where: str) -> tuple[str, ...]:
+        wanted = {axis for letter in letters for axis in self.layout.axes(letter, where)}
+        return tuple(axis for axis, size in self.mesh.axes.items() if axis in wanted and size > 1)
 
     def axes_in_order(self, letter: str, where: str = "inside") -> tuple[str, ...]:
         """The axes of one letter, in the order in which they shard it: not always the mesh's."""
         return self._order(letter, where, self.axes(letter, where))
 
-    def is_cut(self, letter: str, where: str = "inside") -> bool:
+    def is_sharded(self, letter: str, where: str = "inside") -> bool:
         return bool(self.axes(letter, where))
 
     def span(self, letter: str, length: int, where: str = "inside") -> slice:
@@ -66,10 +70,10 @@ class Shards:
 
     def parts(self, letter: str, count: int) -> tuple[int, ...]:
         """The part of each of this layer's ``count`` elements of a letter: see ``Layout.parts``."""
-        key = letter, count
-        if key not in self._parts:
-            self._parts[key] = self.layout.parts(self.label, letter, count, self.mesh)
-        return self._parts[key]
+        return self._parts(letter, count)
+
+    def _find_parts(self, letter: str, count: int) -> tuple[int, ...]:
+        return self.layout.parts(self.label, letter, count, self.mesh)
 
     def part(self, letter: str) -> int:
         """The number of this rank's part of a letter; 0 where it is whole."""
@@ -77,6 +81,9 @@ class Shards:
 
     def group_of(self, letter: str, where: str = "inside") -> Group | None:
         """The ranks along the axes of a letter, in the order of its parts; None where it is whole."""
+        return self._groups(letter, where)
+
+    def _find_group(self, letter: str, where: str) -> Group | None:
         axes = self.axes_in_order(letter, where)
         return self.mesh.group(axes) if axes else None
 
@@ -101,32 +108,36 @@ class Shards:
 
         Moves bytes only where the stream shards ``letter`` over those axes: sequence parallelism.
         """
-        for axis in reversed(self._borrowed(letter, across)):
-            group = self.mesh.group(axis)
-            x = group.all_gather(x, dims.split().index(letter), label=self.label)
+        for group, dim in self._gathers(dims, letter, across):
+            x = group.all_gather(x, dim, label=self.label)
         return x
+
+    def _find_gathers(self, dims: str, letter: str, across: str) -> list[tuple[Group, int]]:
+        """The calls of such an ``all_gather``: their groups, and the dim."""
+        return self._along(dims, letter, reversed(self._borrowed(letter, across)))
+
+    def _along(self, dims: str, letter: str, axes: Iterable[str]) -> list[tuple[Group, int]]:
+        return [(self.mesh.group(axis), dims.split().index(letter)) for axis in axes]
 
     def reduce_scatter(self, x: Array, dims: str, *, over: str, onto: str) -> Array:
         """``x[dims]``, unreduced over the axes of ``over``, reduced onto the residual stream.
 
         Where the stream shards ``onto`` over those axes each rank keeps its part; else this is an all_reduce.
         """
-        borrowed = self._scattered(dims, over, onto)
-        if not borrowed:
-            return self.all_reduce(x, over)
-        for axis in borrowed:
-            x = self.mesh.group(axis).reduce_scatter(x, dims.split().index(onto), label=self.label)
-        return x
+        calls = self._scatters(dims, over, onto)
+        for group, dim in calls:
+            x = group.reduce_scatter(x, dim, label=self.label)
+        return x if calls else self.all_reduce(x, over)
 
     def start_reduce_scatter(self, x: Array, dims: str, *, over: str, onto: str) -> Array | Pending:
         """``reduce_scatter`` without waiting for it; ``x`` itself where there is nothing to reduce."""
-        borrowed = self._scattered(dims, over, onto)
-        if not borrowed:
+        calls = self._scatters(dims, over, onto)
+        if not calls:
             return self.start_all_reduce(x, over)
-        dim = dims.split().index(onto)
-        for axis in borrowed[:-1]:
-            x = self.mesh.group(axis).reduce_scatter(x, dim, label=self.label)
-        return self.mesh.group(borrowed[-1]).start_reduce_scatter(x, dim, label=self.label)
+        for group, dim in calls[:-1]:
+            x = group.reduce_scatter(x, dim, label=self.label)
+        group, dim = calls[-1]
+        return group.start_reduce_scatter(x, dim, label=self.label)
 
     def all_to_all(
         self,
@@ -197,7 +208,7 @@ class Shards:
                 x = self.mesh.group(axis).all_gather(x, dim, label=self.label)
         return x
 
-    def cut_further(self, x: Array, dims: str, after: str) -> Array:
+    def shard_further(self, x: Array, dims: str, after: str) -> Array:
         """This rank's part of ``x[dims]``, as ``after`` shards it over more axes: inverts ``gather_further``."""
         for dim, (letter, (_, further)) in enumerate(zip(after.split(), self._change(dims, after)[1], strict=True)):
             weights = self.layout.weights(letter)
@@ -282,29 +293,27 @@ class Shards:
 
     def _check_consecutive(self, letter: str) -> None:
         """Raise MeshError for a letter in a zigzag, of which a rank has an early and a late part, not an interval."""
-        if letter in self.layout.zigzag and self.is_cut(letter):
+        if letter in self.layout.zigzag and self.is_sharded(letter):
             raise MeshError(
                 f"{self.label or 'a layer'} takes this rank's part of {letter} for an interval, but {letter} is "
                 f"sharded over {', '.join(self.axes(letter))} in a zigzag: an early and a late part on each rank. "
                 "Shard it without the zigzag, or use Layout.positions for the indices of a rank"
             )
 
-    def _scattered(self, dims: str, over: str, onto: str) -> tuple[str, ...]:
-        """The axes of ``over`` over which the residual stream shards ``onto``: all of them, or none."""
+    def _find_scatters(self, dims: str, over: str, onto: str) -> list[tuple[Group, int]]:
+        """The calls of such a ``reduce_scatter``, over all axes of ``over``: their groups, and the dim. None where the
+        residual stream does not shard ``onto`` over these axes."""
         borrowed = self._borrowed(onto, over)
         if borrowed and set(borrowed) != set(self.axes(over)):
             raise NotationError(
                 f"reduce_scatter of {dims!r}: {over} is sharded over {self.axes(over)}, but the residual stream shards "
                 f"{onto} only over {borrowed}; shard both over the same axes"
             )
-        return borrowed
+        return self._along(dims, onto, borrowed)
 
     def _borrowed(self, letter: str, from_letter: str) -> tuple[str, ...]:
         """Axes that shard ``letter`` on the residual stream and ``from_letter`` inside."""
-        key = letter, from_letter
-        if key not in self._common:
-            self._common[key] = self._order(letter, "residual", self.axes(from_letter))
-        return self._common[key]
+        return self._order(letter, "residual", self.axes(from_letter))
 
     def _order(self, letter: str, where: str, among: tuple[str, ...]) -> tuple[str, ...]:
         """The axes ``among`` that shard ``letter``, in the order in which they shard it: not always the mesh's."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -92,15 +93,20 @@ def encode_conversation(
     tokens, places = tokenizer.encode_places(text)
     begins, ends = np.array(places, np.int64).reshape(-1, 2).T
     special = np.array([tokenizer.is_special(token) for token in tokens], bool)
-    learnt, ended = np.zeros(len(tokens), np.uint8), False
-    for begin, end in _answers(tokenizer, messages, answers, tools, text):
+    learnt, ended, notice = np.zeros(len(tokens), np.uint8), False, ""
+    for begin, end, as_in_chats in _answers(tokenizer, messages, answers, tools, text, ends):
+        notice = notice if as_in_chats else REWRITTEN
         inside = np.flatnonzero((ends > begin) & (begins < end))
         last = inside[special[inside]][-1:]
         ended = bool(len(last)) and not text[ends[last[0]] : end].strip()
         learnt[inside[inside <= last[0]] if ended else inside] = 1
     after = [] if ended else around(tokenizer, tokens, tokens, by_template=True)[1]
     flags = np.concatenate([learnt, np.ones(len(after), np.uint8)])
-    return Encoded([*tokens, *after], flags, text, _unwritten(tokenizer.chat_template or "", messages, tools))
+    return Encoded([*tokens, *after], flags, text, notice or _unwritten(tokenizer.chat_template or "", messages, tools))
+
+
+#: A notice: what a model of such a template answers in a chat, it does not learn there.
+REWRITTEN = "answers before the last that the chat template writes in another way, as without reasoning"
 
 
 def _unwritten(template: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
@@ -113,23 +119,29 @@ def _unwritten(template: str, messages: Sequence[Message], tools: Sequence[Any] 
 
 
 def _answers(
-    tokenizer: Tokenizer, messages: Sequence[Message], answers: Sequence[int], tools: Any, text: str
-) -> Iterator[tuple[int, int]]:
-    """The first character of each of the assistant's messages in the text of a conversation, and that after it."""
+    tokenizer: Tokenizer, messages: Sequence[Message], answers: Sequence[int], tools: Any, text: str, ends: np.ndarray
+) -> Iterator[tuple[int, int, bool]]:
+    """The first character of each of the assistant's messages in the text of a conversation, that after it, and whether
+    the message is written as it is where it is the last. ``ends`` are the ends of the text's tokens."""
     for number in answers:
         before = chat_text(tokenizer, messages[:number], tools=tools)
         upto = (
             text if number == answers[-1] else chat_text(tokenizer, messages[: number + 1], answer=False, tools=tools)
         )
-        begin, end = len(before), len(upto)
-        if text.startswith(before) and not text.startswith(upto):  # a last answer may be written in another way
+        begin, end, as_last = len(before), len(upto), True
+        if text.startswith(before) and not text.startswith(upto):
             content = str(messages[number].get("content") or "").strip()
-            tail = upto[upto.rfind(content) + len(content) :]
-            at = text.find(content, begin)
-            end = at + len(content) + len(tail) if content and text[at + len(content) :].startswith(tail) else 0
+            tail, at = upto[upto.rfind(content) + len(content) :], text.find(content, begin) if content else -1
+            end = at + len(content) if at >= 0 else 0
+            as_last = upto.startswith(text[:end])  # else a last answer, or its end, is written in another way
+            shared = commonprefix([tail, text[end:]])
+            if tail != shared:  # whole lines, or at least tokens: it may contain the first letters of what follows
+                shared = shared[: shared.rfind("\n") + 1] or shared
+            last = end + len(shared)
+            end = max(end, int(ends[ends <= last].max(initial=0))) if shared or not tail else 0
         if not text.startswith(before) or end < begin:
             raise UsageError(
                 "the chat template changes earlier messages when a conversation continues, so its answers cannot be "
                 'located. Write {"prompt": ..., "completion": ...} for each answer'
             )
-        yield begin, end
+        yield begin, end, as_last

@@ -58,8 +58,8 @@ class JsonTokenizer(Tokenizer):
                 named = self._inner.id_to_token(token) if isinstance(token, int) else token
                 if named is not None and self._inner.token_to_id(named) is not None:
                     self.special.setdefault(name, named)
-            added = {each.content for each in self._inner.get_added_tokens_decoder().values()}
-            known = {each for each in self.special.values() if self._inner.token_to_id(each) is not None}
+            added = {token.content for token in self._inner.get_added_tokens_decoder().values()}
+            known = {text for text in self.special.values() if self._inner.token_to_id(text) is not None}
             self._inner.add_special_tokens(sorted(known - added))  # then no text is split into parts of one
             end = self.special.get("eos_token")
             self.separator = self.end = self._inner.token_to_id(end) if end is not None else None
@@ -97,8 +97,8 @@ class JsonTokenizer(Tokenizer):
         self.before, self.after = encoding.ids[:first], encoding.ids[last:]
         added = self._inner.get_added_tokens_decoder().items()
         template = self.chat_template if isinstance(self.chat_template, str) else ""
-        self.turn_ends = [token for token, each in added if each.content in ENDS and each.content in template]
-        self._special = frozenset([*(token for token, each in added if each.special), self.end])
+        self.turn_ends = [number for number, token in added if token.content in ENDS and token.content in template]
+        self._special = frozenset([*(number for number, token in added if token.special), self.end])
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return self._inner.encode(_plain(text), add_special_tokens=special).ids
@@ -110,6 +110,8 @@ class JsonTokenizer(Tokenizer):
     def piece(self, token: int) -> str:
         named = self._inner.id_to_token(token) or f"<{token}>"
         text = self._inner.decode([token], skip_special_tokens=False)
+        if BROKEN in text and all(letter in _BYTES for letter in named):
+            return "".join(f"<0x{_BYTES[letter]:02X}>" for letter in named)
         return named if not text or BROKEN in text or SPACE in named else text
 
     def is_special(self, token: int) -> bool:
@@ -125,6 +127,16 @@ class JsonTokenizer(Tokenizer):
 
     def encode_long(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
         return encode_long(self._inner, codecs.iterdecode(chunks, "utf-8", "replace"))
+
+
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+#: The bytes of the letters of byte-level vocabularies: a byte that is printed is its own letter (as in GPT-2's code).
+_BYTES = {
+    chr(letter): byte
+    for letter, byte in zip(
+        [*_PRINTED, *range(256, 324)], [*_PRINTED, *sorted({*range(256)} - {*_PRINTED})], strict=True
+    )
+}
 
 
 def _parse(text: str, where: str) -> Any:
@@ -180,15 +192,17 @@ def read_tokenizer(path: str | Path) -> JsonTokenizer:
         named = _object(file.with_name(SPECIAL)).items()
         config = {**config, **{name: value for name, value in named if name.endswith("_token") and _content(value)}}
         texts[CONFIG] = json.dumps(config)
-    usual = _usual(file.parent, config)
+    described = {name: _object(file.with_name(name)) for name in ("generation_config.json", "config.json")}
+    kind = config.get("tokenizer_class") or CLASSES.get(str(described["config.json"].get("model_type")))
+    kind = str(kind).removesuffix("Fast")  # the class of transformers that reads it
+    usual = _usual(kind, config, described.values())
     if file.is_file():
         return tokenizer_of(texts | {TOKENIZER: _text(file)}, str(file), usual)
     parts = [file.with_name(name) for name in (VOCABULARY, MERGES)]
-    kind = _class_of(file.parent, config)
     if kind != "GPT2Tokenizer" or not all(part.is_file() for part in parts):
         raise UsageError(f"{file}: no such file; a model's folder has its tokenizer there{remedy(file.parent)}")
-    described = {**{name: text for name, text in usual.items() if isinstance(text, str)}, **config}
-    text = byte_level_json(_text(parts[0]), _text(parts[1]), described, tokenizers_library(), str(file.parent))
+    named = {**{name: text for name, text in usual.items() if isinstance(text, str)}, **config}
+    text = byte_level_json(_text(parts[0]), _text(parts[1]), named, tokenizers_library(), str(file.parent))
     return tokenizer_of(texts | {TOKENIZER: text}, str(file.parent), usual)
 
 
@@ -201,24 +215,19 @@ def tokenizer_of(files: Mapping[str, str], where: str, usual: Mapping[str, str |
     return JsonTokenizer(files[TOKENIZER], where, chat_template=chat, special=special, around=around, usual=usual)
 
 
-def _usual(folder: Path, config: Mapping[str, Any]) -> dict[str, str | int]:
-    """The special tokens of a folder that its ``tokenizer_config.json`` does not name."""
-    found: dict[str, str | int] = {}
-    for name, text in USUAL.get(_class_of(folder, config), {}).items():
+def _usual(kind: str, config: Mapping[str, Any], described: Iterable[Mapping[str, Any]]) -> dict[str, str | int]:
+    """The special tokens of a class that ``config`` does not name; the model's configurations in ``described`` may name
+    the end token, too."""
+    usual: dict[str, str | int] = {}
+    for name, text in USUAL.get(kind, {}).items():
         if name not in config:
-            found[name] = text
-    for file in ("generation_config.json", "config.json"):
-        ends = _object(folder / file).get("eos_token_id")
+            usual[name] = text
+    for content in described:
+        ends = content.get("eos_token_id")
         number = ends[0] if isinstance(ends, list) and ends else ends
         if type(number) is int and number >= 0:
-            found.setdefault("eos_token", number)
-    return found
-
-
-def _class_of(folder: Path, config: Mapping[str, Any]) -> str:
-    """The class of transformers that reads a folder's tokenizer, without its ending ``Fast``."""
-    name = config.get("tokenizer_class") or CLASSES.get(str(_object(folder / "config.json").get("model_type")))
-    return str(name).removesuffix("Fast")
+            usual.setdefault("eos_token", number)
+    return usual
 
 
 def _object(file: Path) -> Mapping[str, Any]:

@@ -108,10 +108,7 @@ def _border(left: _Encoded, right: _Encoded, separates: Separates) -> tuple[int,
 
 def _separates(inner: Any) -> Separates:
     model = inner.model
-    marks = (
-        "continuing_subword_prefix",
-        "end_of_word_suffix",
-    )  # they change a token's characters
+    marks = ("continuing_subword_prefix", "end_of_word_suffix")  # they change a token's characters
     if (
         _splits(inner)
         or type(model).__name__ not in ("BPE", "Unigram")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
+from itertools import accumulate
 from types import MappingProxyType
 
 import numpy as np
@@ -37,8 +38,17 @@ class Tokenizer(ABC):
     def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens of a text, without special tokens around it, and the first and the end character of each.
 
-        Raises UsageError for a tokenizer that does not find them, which cannot encode instructions."""
-        raise UsageError(f"{type(self).__name__} has no encode_places, which finds what of an instruction is learnt")
+        Unless a tokenizer says otherwise, they are found by the texts of its tokens. Raises UsageError if these do not
+        make up the text; such a tokenizer cannot encode instructions."""
+        tokens = self.encode(text, special=False)
+        pieces = [self.piece(token) for token in tokens]
+        if "".join(pieces) != text:
+            raise UsageError(
+                f"{type(self).__name__} has no encode_places, which finds what of an instruction is learnt, and the "
+                "pieces of its tokens do not make up the text"
+            )
+        ends = [*accumulate(map(len, pieces))]
+        return tokens, [*zip([0, *ends], ends, strict=False)]
 
     def piece(self, token: int) -> str:
         """The text of a token, also of a special one; as the vocabulary writes it where it is a part of a character."""

@@ -8,7 +8,7 @@ from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
 from spmd_engine.units import seconds_of
 
-LARGEST = 1e6  #: of factors and thresholds: more is a mistake
+LARGEST = 1e6  #: the largest factor or threshold: more is a mistake
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from spmd_engine.training.run import Run, composition_of
 class ExpertLoad:
     """The load of experts in one step, over all layers with experts. A pair is a token and an expert that it chose."""
 
-    pairs: int  #: of the whole batch, in all layers
+    pairs: int  #: those of the whole batch, in all layers
     dropped: int  #: pairs without an expert, for lack of capacity
     heaviest: float  #: the most pairs of one expert, divided by the mean of its layer
     where: str  #: the expert with these most pairs, as in "block0/moe expert 3"
-    entropy: float  #: of the router's scores: mean over layers, as a share of the maximum
+    entropy: float  #: entropy of the router's scores: mean over layers, as a share of the maximum
 
     @classmethod
     def of(cls, side_outputs: Mapping[str, Any] | None) -> Self | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-FACTOR = 2.0  #: of growth; its inverse is that of the back-off
+FACTOR = 2.0  #: factor of growth; its inverse is that of the back-off
 GROW_AFTER = 1000  #: steps without overflow after which the scale grows
 LEAST, MOST = 1.0, 2.0**24
 

@@ -63,6 +63,12 @@ class Observer:
     def not_saved(self, step: int, why: str) -> None:
         """A checkpoint could not be written; the run continues after ``step`` steps."""
 
+    def crossed(self, step: int, text: str) -> None:
+        """Other thresholds of the monitor are crossed than before, as the text says, or none: see ``CrossingLog``."""
+
+    def estimated(self, step: int, change: Mapping[str, Any]) -> None:
+        """What a change of shape would move, and its time, by protocol: see ``estimate_change``. Nothing changes."""
+
     def migrating(self, step: int, plan: Mapping[str, Any]) -> None:
         """A live migration has begun, by this plan: see ``MigrationPlan``. It ends with one of the next two."""
 
@@ -119,7 +125,7 @@ class MetricsFile(Observer):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
         self._steps = report.step
-        self._file.write(json.dumps(report.as_dict() | self._of_start) + "\n")
+        self._file.write(json.dumps(report.as_line() | self._of_start) + "\n")
         self._of_start = {}
         self._file.flush()
 
@@ -187,7 +193,7 @@ class EventLog(Observer):
         logging.getLogger("spmd_engine").addHandler(self._handler)
 
     def _warned(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # of a full disk, for example: a warning must not end the run
+        with suppress(OSError):  # the disk may be full: a warning must not end the run
             self._write("warning", text=record.getMessage())
         if logging.lastResort and not logging.getLogger().handlers:  # which this handler would replace
             logging.lastResort.handle(record)
@@ -208,6 +214,12 @@ class EventLog(Observer):
 
     def not_saved(self, step: int, why: str) -> None:
         self._write("not saved", step=step, why=why)
+
+    def crossed(self, step: int, text: str) -> None:
+        self._write("crossed", step=step, text=text)
+
+    def estimated(self, step: int, change: Mapping[str, Any]) -> None:
+        self._write("estimated", step=step, **change)
 
     def migrating(self, step: int, plan: Mapping[str, Any]) -> None:
         self._write("migrating", step=step, **plan)
@@ -272,7 +284,7 @@ class ActivityFile(Observer):
             ],
         }
         unfinished = self._path.with_name(f".{self.NAME}")
-        unfinished.unlink(missing_ok=True)  # of a run that was killed
+        unfinished.unlink(missing_ok=True)  # left by a run that was killed
         with open(open_regular(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
             json.dump(content, file)
         os.replace(unfinished, self._path)

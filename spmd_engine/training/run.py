@@ -95,7 +95,7 @@ class Run:
         self.tracing = False  #: whether steps are being traced
         self._saving: Save | None = None  # a save that is perhaps not complete
         self._unsaved = False  # whether the last save has failed
-        self._report: StepReport | None = None  # of a step, until the observers get it with its evaluation
+        self._report: StepReport | None = None  # the report of a step, until the observers get it with its evaluation
         self.saved_report: dict[str, Any] | None = None  #: the line of ``metrics.jsonl`` in the checkpoint resumed from
         self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
@@ -335,7 +335,7 @@ class Run:
             if self.trainer.loss_scale:
                 facts["loss_scale"] = self.trainer.loss_scale.as_json()
             if self._report:  # incomplete, if the run ends before the step is evaluated
-                facts["report"] = self._report.as_dict()
+                facts["report"] = self._report.as_line()
             self._saving = Save(
                 self.folder,
                 self.engine,

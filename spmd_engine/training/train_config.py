@@ -25,9 +25,9 @@ from spmd_engine.models.names import IMAGES
 from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.units import SECONDS
 
-VERSION = 1  #: of the JSON of jobs
+VERSION = 1  #: version of the JSON of jobs
 MOST = 1 << 24  #: samples, and micro-batches: more is a mistake
-LARGEST = 1e30  #: of rates, decays and limits
+LARGEST = 1e30  #: the largest rate, decay or limit
 AUGMENT = ("none", "shift", "shift-flip")  #: how training images may change at random
 
 
@@ -44,6 +44,12 @@ class DataConfig(Configuration):
         help="What to learn from: a file or a folder of text, or a file of tokens from 'data prepare'. For models of "
         "images: a folder with a subfolder of images for each class, a .csv file of paths and labels, .parquet files, "
         "an .npz file (x, y), or a folder of IDX files.",
+    )
+    columns: str | None = setting(
+        None,
+        metavar="WHAT=NAME",
+        unset="the usual names",
+        help="Columns or keys of the rows of texts: text=article, or prompt=question,completion=answer.",
     )
     batch_size: int = setting(
         16, least=1, most=MOST, fixed=True, common=True, of_images=64, help="Samples a step, over all ranks."
@@ -124,7 +130,7 @@ class CorpusFacts(Configuration):
     """The files of a corpus: equal for equal data."""
 
     files: int = setting(0, least=0)  #: their number
-    sha256: str = ""  #: of their names, sizes and contents, in hexadecimal digits
+    sha256: str = ""  #: digest of their names, sizes and contents, in hexadecimal digits
 
 
 @dataclass(frozen=True)

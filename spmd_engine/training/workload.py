@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
@@ -102,7 +102,12 @@ def _build(job: TrainConfig, mesh: Mesh, placed: bool, drawn: bool = True) -> La
 
 
 def _check_corpus(job: TrainConfig, corpus: Corpus | Images | PreparedData | LabelledArrays) -> None:
-    """Raise UsageError if the job was made for other data."""
+    """Raise UsageError if the job was made for other data, or names columns of data that has no rows of text."""
+    if job.data.columns is not None and not (isinstance(corpus, Corpus) and job.data.path):
+        raise UsageError(
+            f"--columns {job.data.columns}: {job.data.path or 'what is read without --data'} has no rows of text; "
+            "leave the option out, or give it to 'data prepare'"
+        )
     if job.corpus and job.corpus.sha256 != corpus.sha256:
         usual = "Python's standard library" if isinstance(corpus, Corpus) else "scikit-learn"
         where = job.data.path or f"{usual} here"
@@ -121,10 +126,18 @@ def _open_model(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
             f"text first: data prepare --tokenizer {job.model.name} --output FILE, then --data FILE"
         )
     length = _length(job, engine)
-    corpus = load_corpus(mesh.group(), job.data.path, length)
+    corpus = load_corpus(mesh.group(), job.data.path, length, _columns(job))
     _check_corpus(job, corpus)
     data = data_for(engine.model, corpus, job.model.dtype, length, job.model.seed)
     return Workload(job, engine, corpus, data, writes=bool(engine.model.vocabulary))
+
+
+def _columns(job: TrainConfig) -> Mapping[str, str] | None:
+    if job.data.columns is None:
+        return None
+    from spmd_engine.formats.text_documents import parse_columns  # most jobs need none of it
+
+    return parse_columns(job.data.columns)
 
 
 def _is_token_file(group: Group, path: str) -> bool:
@@ -226,7 +239,7 @@ def _open_page(job: TrainConfig, mesh: Mesh) -> Workload:
     with making_on(get_backend(job.device)):
         engine = page(_WIDTH, _HEADS if "heads" in page.sizes else _HIDDEN, mesh, dtype)
     engine.initialize(job.model.seed)
-    corpus = load_corpus(mesh.group(), job.data.path, 1)
+    corpus = load_corpus(mesh.group(), job.data.path, 1, _columns(job))
     _check_corpus(job, corpus)
     sizes = {"s": _LENGTH, "d": _WIDTH, "h": IMAGE[0], "w": IMAGE[1], "c": _WIDTH}
     shape = tuple(sizes[letter] for letter in page.sample.split()[1:])

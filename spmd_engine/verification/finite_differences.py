@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -37,8 +37,7 @@ class Point:
     def __init__(self, name: str, x: Array, size: float, loss_at: Callable[[Array], float], precision: float) -> None:
         self.name, self.x, self.size, self.precision = name, x, size, precision
         self._loss_at = loss_at
-        self._losses: dict[tuple[int, float], float] = {}
-        self._directions: dict[int, Array] = {}
+        self._direction, self._value = cache(self._drawn), cache(self._loss_along)
 
     def anew(self) -> Point:
         """Return a copy without the computed losses."""
@@ -72,17 +71,11 @@ class Point:
             length = 0.0 if gradient is None else norm(gradient) * self.size
             yield self._compare_slope(backward, length, number)
 
-    def _direction(self, number: int) -> Array:
-        if number not in self._directions:
-            drawn = random_like(self.x, "direction", self.name, number)
-            self._directions[number] = self.x.dtype.type(self.size) * drawn
-        return self._directions[number]
+    def _drawn(self, number: int) -> Array:
+        return self.x.dtype.type(self.size) * random_like(self.x, "direction", self.name, number)
 
-    def _value(self, number: int, h: float) -> float:
-        if (number, h) not in self._losses:
-            shifted = self.x + self.x.dtype.type(h) * self._direction(number)
-            self._losses[number, h] = self._loss_at(shifted)
-        return self._losses[number, h]
+    def _loss_along(self, number: int, h: float) -> float:
+        return self._loss_at(self.x + self.x.dtype.type(h) * self._direction(number))
 
     def _compare_slope(self, backward: float, length: float, number: int) -> Slope:
         """Compare the slope ``backward`` with finite differences; ``length`` is the slope's size in most directions.

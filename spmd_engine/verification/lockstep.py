@@ -235,15 +235,16 @@ class Pair:
             measured = measure(self.of_rounding.world, tensors)
             if not computed:  # AdamW updates the smallest gradient, of either sign, as much as the largest
                 most = max(measurement.most for measurement in measured)
-                return {_key(each.tensor): ROUNDINGS * most / each.scale for each in measured}
+                return {_key(measurement.tensor): ROUNDINGS * most / measurement.scale for measurement in measured}
             by_kind: dict[bool, list[float]] = {}
-            for each in measured:
-                by_kind.setdefault(each.tensor.kind in (OUTPUT, LOSS), []).append(each.distance)
+            for measurement in measured:
+                by_kind.setdefault(measurement.tensor.kind in (OUTPUT, LOSS), []).append(measurement.distance)
             typical = np.median if step == 1 else max  # from the second on, parameters are those of unlike roundings
             of_kind = {kind: float(typical(distances)) for kind, distances in by_kind.items()}
             return {
-                _key(each.tensor): ROUNDINGS * max(each.distance, of_kind[each.tensor.kind in (OUTPUT, LOSS)])
-                for each in measured
+                _key(measurement.tensor): ROUNDINGS
+                * max(measurement.distance, of_kind[measurement.tensor.kind in (OUTPUT, LOSS)])
+                for measurement in measured
             }
 
         return from_first(self.world, self._on_first(find))

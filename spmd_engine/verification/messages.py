@@ -80,14 +80,14 @@ def _as_json(value: Any, arrays: list[np.ndarray]) -> Any:
     if isinstance(value, Enum):
         parts = [value.value]
     else:
-        parts = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else list(value)
+        parts = [getattr(value, entry.name) for entry in fields(value)] if is_dataclass(value) else list(value)
     return [f"{kind.__module__}:{kind.__name__}", *(_as_json(part, arrays) for part in parts)]
 
 
 def _record(kind: str) -> Any:
     """The class of a record. Raises ValueError for a class that is none of this package's records."""
     module, _, name = kind.partition(":")
-    found = getattr(import_module(module), name, None) if module.startswith(f"{__package__}.") else None
-    if isinstance(found, type) and (is_dataclass(found) or issubclass(found, (Enum, tuple))):
-        return found
+    record = getattr(import_module(module), name, None) if module.startswith(f"{__package__}.") else None
+    if isinstance(record, type) and (is_dataclass(record) or issubclass(record, (Enum, tuple))):
+        return record
     raise ValueError(f"a message has a value of {kind}, which is no record of a verification")

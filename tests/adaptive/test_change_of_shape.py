@@ -1,5 +1,7 @@
 """The states of a change of shape: which step follows which, and what is reported; without ranks, files and arrays."""
 
+from dataclasses import replace
+
 import pytest
 
 from spmd_engine.adaptive.change_of_shape import (
@@ -7,6 +9,7 @@ from spmd_engine.adaptive.change_of_shape import (
     BeginLive,
     ChangeOfShape,
     CheckShape,
+    EstimateChange,
     MoveTo,
     Notify,
     ReadRequest,
@@ -40,6 +43,14 @@ def test_a_change_between_two_steps_moves_once_and_is_reported(protocol):
     assert following == [MoveTo(NEW, protocol)]
     assert change.moved(NEW, FACTS, {}) == [reshaped(["a note"])]
     assert change.state == "committed" and change.due() == [ReadRequest()]
+
+
+def test_a_dry_run_is_estimated_and_moves_nothing():
+    change, following = checked(replace(LIVE, dry_run=True), at_once=NEARER)
+    assert following == [EstimateChange(NEW)]
+    facts = {"protocols": {}, "notices": ["a note"], "request": "mine"}
+    assert change.estimated({"protocols": {}}) == [Notify("estimated", facts)]
+    assert change.state == "estimated" and change.due() == [ReadRequest()]
 
 
 def test_a_live_migration_advances_after_each_step_until_all_is_copied():

@@ -1,12 +1,14 @@
 """Observations from lines of metrics.jsonl, and the thresholds that they cross."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from spmd_engine.adaptive.monitor import Observation, crossings, observe
+from spmd_engine.adaptive.monitor import CrossingLog, Observation, crossings, observe
 from spmd_engine.errors import UsageError
 from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.trainer import StepReport
 
 
 def line(step, seconds, *shares, memory=None):
@@ -67,6 +69,21 @@ def test_crossed_thresholds_name_the_ranks_above_them():
     assert not crossings(observation, AdaptConfig(load_imbalance=1, memory_pressure=1, communication_overhead=1))
 
 
+def test_a_crossed_threshold_is_an_event_when_it_begins_and_when_it_ends():
+    told, run = [], SimpleNamespace(steps_done=0, memory_limits=[])
+    run.engine = SimpleNamespace(mesh=SimpleNamespace(others=SimpleNamespace(on_mesh=[0, 1])))
+    run.notify = lambda *facts: told.append(facts)
+    log = CrossingLog(AdaptConfig(every="2"))
+    log.started(run, 10)
+    for step in range(1, 10):
+        slow = 0.9 if 4 <= step <= 7 else 0.5
+        log.stepped(StepReport(step, 1.0, 1.0, 0.1, 8, 1.0, 8.0, shares=[[slow, 0, 0.1], [0.5, 0, 0.5]]))
+    assert told == [
+        ("crossed", 5, "load imbalance 0.29 above 0.05 (rank 0)"),
+        ("crossed", 9, "no threshold is crossed any more"),
+    ]
+
+
 @pytest.mark.parametrize(
     "every, interval", [("20", (20, 0.0)), ("30s", (0, 30.0)), ("500ms", (0, 0.5))], ids=["steps", "seconds", "ms"]
 )
@@ -78,3 +95,12 @@ def test_the_interval_is_steps_or_a_time(every, interval):
 def test_another_interval_is_refused(every):
     with pytest.raises(UsageError, match="every"):
         AdaptConfig(every=every)
+
+
+def test_a_slow_rank_among_many_is_seen_in_a_line_that_does_not_list_all():
+    shares = [[0.5, 0.1, 0.4]] * 200
+    shares[150] = [0.9, 0.1, 0.0]
+    report = StepReport(1, 1.0, 1.0, 1.0, 1, 2.0, 1.0, shares=shares, private_bytes=[10] * 199 + [90])
+    line = json.loads(json.dumps(report.as_line()))
+    assert "of" in line["shares"]
+    assert observe([line], 5, memory=[100.0] * 200) == observe([report.as_dict()], 5, memory=[100.0] * 200)

@@ -85,6 +85,7 @@ def test_a_running_job_changes_its_shape(tmp_path, monkeypatch, capsys):
         (["r"], "migrate needs the new shape"),
         (["r", "--zero", "5"], "zero is 5: it must be from 0 to 3"),
         (["r", "--mesh", "data=2", "--ranks", "0;1"], "write the numbers of ranks, as in 0,1,3"),
+        (["r", "--zero", "1", "--dry-run", "--protocol", "live"], "--dry-run, which prints all protocols: omit one"),
         (["r", "--experts", "block0/moe=0:a"], "write the part of each expert, as in block0/moe=0:1:1:0"),
         (["r", "--zero", "1", "--wait", "10ms"], "no answer in 0.01 s, and the request is withdrawn"),
         (["r", "--mesh", "data=" + "9" * 15], "the product of the sizes is above 65536"),
@@ -150,6 +151,34 @@ def test_a_job_that_ends_while_it_is_asked_is_one_line(run, capsys, monkeypatch,
     lock.__enter__()
     code, said = migrate(capsys, "r", "--zero", "1", "--protocol", "live")
     assert code == 2 and text in said.splitlines()[-1] and not (run / ShapeRequest.FILE).exists()
+
+
+TOLD = """\
+r: a change after step 3 from mesh data=3 to mesh model=3 would take:
+  stop-and-copy     about 200 ms, while steps stop; 1.00 KiB between ranks (0->1 512 B, 0->2 512 B)
+  checkpoint-based  about 2 s, while steps stop; 4.00 KiB to the disk, 12.00 KiB back
+  live              not possible: it is offloaded
+nothing has changed; without --dry-run, --protocol chooses one"""
+
+
+def test_a_dry_run_prints_a_line_for_each_protocol(run, capsys, monkeypatch):
+    ask, none = migrate_module._ask, {"bytes": 0, "moves": {}}
+    protocols = {
+        "stop-and-copy": {"bytes": 1024, "moves": {"0->1": 512, "0->2": 512}, "seconds": 0.2, "stops": 0.2},
+        "checkpoint-based": {**none, "seconds": 2.0, "stops": 2.0, "saved": 4096, "loaded": 12288},
+        "live": {"refused": "it is offloaded"},
+    }
+
+    def answered(path, request):
+        assert request.dry_run
+        facts = {"from": "mesh data=3", "to": "mesh model=3", "protocols": protocols, "notices": []}
+        tell(run, event="estimated", step=3, request=request.id, **facts)
+        return ask(path, request)
+
+    monkeypatch.setattr(migrate_module, "_ask", answered)
+    with RunLock(run):
+        code, said = migrate(capsys, "r", "--mesh", "model=3", "--dry-run")
+    assert (code, said.replace("runs/r:", "r:")) == (0, TOLD)
 
 
 def test_a_refused_migrate_leaves_the_request_of_the_next_one(run, capsys, monkeypatch):

@@ -65,7 +65,7 @@ def test_other_stages_there_are_not(zero):
 )
 def test_the_axes_along_which_state_is_in_parts(zero, summed, cut):
     axes = dict.fromkeys(summed.split(), 2)
-    assert ZeroConfig(zero).cut(tuple(summed.split()), axes) == tuple(cut.split())
+    assert ZeroConfig(zero).sharded_axes(tuple(summed.split()), axes) == tuple(cut.split())
 
 
 # --- stages: which layers run where

@@ -74,7 +74,7 @@ def owned(composition, axes):
         groups = composed_assignment(MODEL, place, composed_layout(MODEL, place, composition), 4, composition).groups
         mine = 0
         for group in groups:
-            part = group.intervals(place.axis_size(group.summed.cut))[place.index(group.summed.cut)]
+            part = group.intervals(place.axis_size(group.summed.sharded))[place.index(group.summed.sharded)]
             mine += part.stop - part.start
         found.append(mine)
     return found
@@ -94,7 +94,7 @@ def test_what_is_below_the_least_size_is_in_no_parts():
     groups = composed_assignment(MODEL, place, composed_layout(MODEL, place, composition), 4, composition).groups
     for group in groups:
         small = {4 * member.size < 300 for member in group.members}
-        assert small == {not group.summed.cut}
+        assert small == {not group.summed.sharded}
     assert sum(len(group.members) for group in groups) == len(list(MODEL.parameters()))
     assert len(groups) == 2  # small ones do not part the others
 

@@ -34,7 +34,7 @@ def on_each_rank(axes, summed, zero, program):
         with Mesh(**axes) as mesh:
             if summed.stages and mesh.coordinates["pipe"] not in summed.stages:
                 return None
-            cut = summed.cut if zero else ()
+            cut = summed.sharded if zero else ()
             total = Sum(summed.over, cut, summed.stages)
             members = [Member(name, shape, len(shape) > 1, total, prod(shape)) for name, shape in SHAPES.items()]
             group, *_ = make_groups(members, FLOAT.itemsize)  # what stages share stands alone: then the first
@@ -68,7 +68,7 @@ def test_own_parts_of_reduced_gradients_are_the_sum_over_ranks(axes, summed, zer
             storage.whole_gradients[...] = integers(storage.group.size, step, mesh.rank)
             pending = storage.start_reduce()
             result = pending.wait() if pending else None
-            if zero >= 2 and summed.cut:
+            if zero >= 2 and summed.sharded:
                 storage.own_gradients[...] = result
             rest = storage.start_reduce_rest()
             if rest:
@@ -78,8 +78,8 @@ def test_own_parts_of_reduced_gradients_are_the_sum_over_ranks(axes, summed, zer
         return storage.interval, storage.group.size
 
     for rank, found in enumerate(results := on_each_rank(axes, summed, zero, program)):
-        if found and zero and summed.cut:  # the parts of those who share state are the whole
-            owners = summed_with(axes, Sum(summed.cut), rank)
+        if found and zero and summed.sharded:  # the parts of those who share state are the whole
+            owners = summed_with(axes, Sum(summed.sharded), rank)
             intervals = [results[owner][0] for owner in owners]
             assert [i.start for i in intervals] + [found[1]] == [0, *(i.stop for i in intervals)]
         elif found:
@@ -99,7 +99,7 @@ def test_gradients_go_by_the_operation_that_sends_least(axes, summed, zero):
                 pending.wait()
         return {key: entry.sent for key, entry in mesh.ledger.entries.items()}, storage.group.size * FLOAT.itemsize
 
-    cut = summed.cut if zero else ()
+    cut = summed.sharded if zero else ()
     rest = (*(("pipe",) if summed.stages else ()), *(axis for axis in summed.over if axis not in cut))
     entries = [found for found in on_each_rank(axes, summed, zero, program) if found]
     size = entries[0][1]
@@ -120,7 +120,7 @@ def test_what_owners_update_everyone_who_needs_it_has(axes, summed, zero):
         everywhere = integers(storage.group.size, 5)
         storage.own_parameters[...] = everywhere[storage.interval]
         refresh = storage.start_refresh()
-        assert (refresh is not None) == (zero in (1, 2) and bool(summed.cut))
+        assert (refresh is not None) == (zero in (1, 2) and bool(summed.sharded))
         if refresh:
             refresh.wait()
         storage.start_gather()
@@ -130,8 +130,8 @@ def test_what_owners_update_everyone_who_needs_it_has(axes, summed, zero):
         for name, block in storage.parameters.items():
             np.testing.assert_array_equal(block, everywhere[storage.group.spans[name]].reshape(SHAPES[name]))
         calls = {key: entry.calls for key, entry in mesh.ledger.entries.items()}
-        gathers = {("all_gather", ",".join(summed.cut), "parameters"): 1}
-        assert calls == (gathers if zero and summed.cut else {})
+        gathers = {("all_gather", ",".join(summed.sharded), "parameters"): 1}
+        assert calls == (gathers if zero and summed.sharded else {})
 
     on_each_rank(axes, summed, zero, program)
 

@@ -83,6 +83,7 @@ def test_a_parquet_table_is_read_by_its_columns_alone(tmp_path):
     made = table({"id": [1, 2, 3], "text": TEXTS, "image": [b"\0" * 99] * 3})
     parquet.write_table(made, tmp_path / "x.parquet")
     assert texts_of(tmp_path / "x.parquet") == TEXTS
+    assert [each.unread for each in read(tmp_path / "x.parquet")] == [("id", "image"), (), ()]
     parquet.write_table(made.rename_columns(["id", "article", "image"]), tmp_path / "y.parquet")
     assert texts_of(tmp_path / "y.parquet", {"text": "article"}) == TEXTS
     with pytest.raises(UsageError, match=r"y\.parquet: a document is .*it has id, article, image: name what to read"):
@@ -101,6 +102,9 @@ def test_zstd_is_unpacked_and_a_truncated_file_is_refused(tmp_path):
     assert texts_of(write(tmp_path, "x.txt.zst", packed)) == [lines(ROWS)]
     with pytest.raises(UsageError, match=r"y\.jsonl\.zst cannot be read"):
         read(write(tmp_path, "y.jsonl.zst", packed[:-9]))
+    for name in ("z.txt.ZST", "z.parquet", "z.csv.gz"):
+        with pytest.raises(UsageError, match=rf"{name} is empty, and no \.\w+ file"):
+            read(write(tmp_path, name, ""))
 
 
 def test_a_truncated_gzip_file_is_refused(tmp_path):
@@ -155,7 +159,7 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
     ("row", "expected"),
     [
         ({"text": "a"}, {"text": "a"}),
-        ({"content": "a", "id": 3}, {"text": "a"}),
+        ({"content": "a", "id": 3}, {"text": "a", "unread": ("id",)}),
         ({"prompt": "a", "completion": "b"}, {"prompt": "a", "text": "b"}),
         ({"question": "a", "answer": "b"}, {"prompt": "a", "text": "b"}),
         ({"instruction": "a", "input": "", "output": "b"}, {"prompt": "a", "text": "b", "is_instruction": True}),
@@ -168,6 +172,11 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
         ({"text": "", "messages": CHAT}, {"messages": CHAT}),
         ({"text": "a", "messages": CHAT}, {"messages": CHAT, "notice": "text beside messages, not read"}),
         ({"messages": json.dumps(CHAT)}, {"messages": CHAT}),
+        (
+            {"context": "c", "question": "a", "answer": "b"},
+            {"prompt": "a", "text": "b", "notice": "input beside prompt, not read"},
+        ),
+        ("a text", {"text": "a text"}),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, {"messages": CHAT}),
         ({"messages": CHAT, "tools": [{"name": "f"}]}, {"messages": CHAT, "tools": [{"name": "f"}]}),
         (
@@ -196,6 +205,8 @@ def test_a_row_is_a_document_by_the_usual_names(tmp_path, row, expected):
     [
         ("x.jsonl", '{"a": 1}\n', 'at byte 0: a document is {"text": ...}.*it has a: name what to read by --columns'),
         ("x.jsonl", "[1]\n", "a document is"),
+        ("x.jsonl", '{"text": "a"}\nnull\n', "at byte 14: a document is"),
+        ("x.json", '[{"text": "a"}, null]', "item 2: a document is"),
         ("x.jsonl", '{"messages": [{"content": "a"}]}', "one there has no role"),
         (
             "x.jsonl",
@@ -230,6 +241,13 @@ def test_a_large_array_is_read_in_parts(tmp_path, monkeypatch):
     rows = [{"text": f'{number} \u6570 \\" ' * (number * 7 % 20 + 1)} for number in range(50)]
     path = write(tmp_path, "x.json", json.dumps(rows, ensure_ascii=False, indent=2))
     assert texts_of(path) == [row["text"] for row in rows]
+
+
+def test_the_first_row_names_the_keys_that_are_not_read(tmp_path):
+    path = write(tmp_path, "x.csv", "id,text,url\n1,a,b\n2,c,d\n")
+    assert [(each.text, each.unread) for each in read(path)] == [("a", ("id", "url")), ("c", ())]
+    path = write(tmp_path, "x.jsonl", lines([{"prompt": "a", "completion": "b", "system_prompt": "c"}] * 2))
+    assert [each.unread for each in read(path)] == [("system_prompt",), ()]
 
 
 def test_columns_are_named(tmp_path):
@@ -272,5 +290,7 @@ def test_prompts_are_lines_or_rows(tmp_path):
         ("", CHAT[:1], [1]),
         ("a\n\nb", None, None),
     ]
+    (named,) = prompts_in(str(write(tmp_path, "x.csv", "title,body\na,b\n")), {"prompt": "body"})
+    assert named.text == "b"
     with pytest.raises(UsageError, match='it must be {"prompt": TEXT}.*it has a'):
         prompts_in(str(write(tmp_path, "y.jsonl", '{"a": 1}\n')))

@@ -77,6 +77,7 @@ def test_parent_reports_a_crash_after_the_last_test(run_parent, sample):
     assert "ended with exit code 5 after the teardown" in run.stdout
 
 
+@pytest.mark.soak
 def test_parent_reports_a_crash_before_rank_0_could_report_the_last_test(run_parent, sample):
     """Rank 1 exits while rank 0 still has to report the teardown that both have finished."""
     slow_rank_0 = """

@@ -100,7 +100,7 @@ def assert_answers_all(folder, ranks, seed, count):
         requests = Requests(run, seed, count)
         train(job, run, propose=requests)
         if mesh.rank == 0:
-            answers = events(run, "reshaped", "not reshaped")
+            answers = events(run, "reshaped", "not reshaped", "estimated")
             assert len(answers) == count == len(requests.kinds), (answers, requests.kinds)
             assert all("\n" not in each.get("why", "") for each in answers)
             for kind, answer in zip(requests.kinds, answers, strict=True):
@@ -118,7 +118,7 @@ def assert_answers_all(folder, ranks, seed, count):
 
 
 def test_a_job_on_virtual_ranks_answers_altered_requests(tmp_path):
-    run_threads(lambda: assert_answers_all(tmp_path, 3, seed=1, count=40), 3)
+    run_threads(lambda: assert_answers_all(tmp_path, 3, seed=6, count=40), 3)
 
 
 @pytest.mark.soak

@@ -1,5 +1,6 @@
 """Live migration: the steps go on during the copy, no bit of a result changes, and a failure leaves the old shape."""
 
+import json
 import os
 import signal
 import tempfile
@@ -103,7 +104,16 @@ OVERLAPS = {
     "experts, ZeRO-1": (EXPERTS, 4, {"mesh": {"pipe": 2, "expert": 2}, "stages": "0,2", "zero": 1}, "0,1", "1:3"),
     "frozen weights, ZeRO-3": (ADAPTERS, 4, {"mesh": {"pipe": 2, "data": 2}, "stages": "0,2", "zero": 3}, "0,1", "1:3"),
 }
-LONG = ("a rank leaves", "frozen weights under adapters", "a boundary of stages of replicas, ZeRO-1")
+LONG = (
+    "a pipeline boundary",  # moves on MPI ranks
+    "a boundary of stages of replicas, ZeRO-1", "a stage to an idle rank", "frozen weights under adapters",
+    "a rank leaves", "to uneven stages", "text", "experts, ZeRO-1", "frozen weights, ZeRO-3",
+)  # fmt: skip
+
+
+def in_time(names):
+    """The names, of which those in ``LONG`` are in soak."""
+    return [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in names]
 
 
 def migrated(case, job, run, at, protocol):
@@ -134,7 +144,7 @@ def moves_within_overlap(name, jobs, folder):
     return bytes_sent(ledger, migration.LABELS[0])
 
 
-@pytest.mark.parametrize("name", OVERLAPS)
+@pytest.mark.parametrize("name", in_time(OVERLAPS))
 def test_a_boundary_moves_within_the_overlap_at_once_and_refills_it_while_steps_go_on(tmp_path, name):
     jobs = jobs_of(name, tmp_path)
     copied = run_threads(lambda: moves_within_overlap(name, jobs, tmp_path), OVERLAPS[name][1])
@@ -150,7 +160,13 @@ def test_an_overlap_ends_at_once(tmp_path):
     assert change["after"].endswith("overlap_layers 0") and not events(tmp_path / "run", "migrating")
 
 
-@pytest.mark.parametrize("before, after", [("1", None), (None, "2")], ids=["with overlap", "without"])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        pytest.param("1", None, id="with overlap"),
+        pytest.param(None, "2", id="without", marks=pytest.mark.soak),
+    ],
+)
 def test_a_run_resumes_with_another_overlap(tmp_path, before, after):
     mesh = {"mesh": {"pipe": 2}, "stages": "0,2"}
 
@@ -179,7 +195,7 @@ def test_a_boundary_moves_within_the_overlap_on_mpi_ranks():
         mesh.barrier()
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in CASES])
+@pytest.mark.parametrize("name", in_time(CASES))
 def test_no_bit_changes_and_steps_go_on(tmp_path, name):
     case = CASES[name]
     job = config(case.seed, tmp_path, **case.begins)
@@ -231,6 +247,42 @@ def test_by_a_checkpoint(tmp_path):
     assert saved.everything(tmp_path / "checkpoint-based") == saved.everything(tmp_path / "stop-and-copy")
 
 
+# --- what is announced
+
+
+def test_the_announced_seconds_follow_from_the_measured_speed(tmp_path, monkeypatch):
+    """At this speed one portion after each step fits into its share: as many steps as portions, and their copy."""
+    case, speed = CASES["a stage to an idle rank"], 1e9
+
+    def learn(live, ranks):
+        live.rate = speed
+
+    monkeypatch.setattr(LiveMigration, "_learn_speed", learn)
+    monkeypatch.setattr(migration, "SHARE", 0.0)
+    job = config(case.seed, tmp_path, **case.begins)
+    run_threads(lambda: migrated(case, job, tmp_path / "run", 3, "live"), case.ranks)
+    (plan,) = events(tmp_path / "run", "migrating")
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (step,) = (line["seconds"] for line in lines if line["step"] == 3)
+    assert plan["seconds"] == pytest.approx(PORTIONS * step, abs=1e-3)
+
+
+@pytest.mark.parametrize("protocol, label", [("stop-and-copy", "reshard"), ("live", "migration: copy")])
+def test_a_dry_run_moves_nothing_and_tells_what_a_protocol_will_move(tmp_path, protocol, label):
+    case = CASES["all to other axes, ZeRO-3 to 2"]
+    change = ShapeRequest(**case.request, protocol=protocol)
+    requests = {1: replace(change, dry_run=True, id="mine"), 2: change}
+    job = config(case.seed, tmp_path, **case.begins)
+    runs = run_threads(lambda: train(job, tmp_path / "run", propose=requests.get), 4, nodes=list(case.nodes))
+    (told,), (done,) = events(tmp_path / "run", "estimated"), events(tmp_path / "run", "reshaped")
+    assert (told["step"], told["request"], told["from"], told["to"]) == (1, "mine", done["before"], done["after"])
+    sent = sum(bytes_sent(run.engine.mesh.ledger, label) for run in runs)
+    assert sent == told["protocols"][protocol]["bytes"] == sum(told["protocols"][protocol]["moves"].values()) > 0
+    assert 0 < told["protocols"]["checkpoint-based"]["saved"] <= told["protocols"]["checkpoint-based"]["loaded"]
+    assert all(0 < each["stops"] <= each["seconds"] for each in told["protocols"].values())
+    assert done["step"] == (2 + PORTIONS if protocol == "live" else 2)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed, nodes", [(3, "abab"), (8, "abab"), (1, "aabb"), (2, "aaaa"), (0, "abab"), (7, "abab")])
 def test_ten_live_changes_change_no_result(tmp_path, monkeypatch, seed, nodes):
@@ -250,7 +302,8 @@ MANY = 12  #: portions
 PLANNING, SWITCH = ("describing the new shape", "planning", "counting", "allocating"), ("placing", "filling")
 #: Where a rank fails: while the plan is made, at each packing of a portion and each update, and in the new shape, which
 #: has been placed once before, without memory, to describe it.
-POINTS = [*((stage, 1) for stage in PLANNING), *product(("packing", "updating"), range(1, MANY + 1))]
+EXCHANGES = MANY + migration.TRIALS
+POINTS = [*((stage, 1) for stage in PLANNING), *product(("packing", "updating"), range(1, EXCHANGES + 1))]
 POINTS += [("placing", 2), ("filling", 1)]
 KINDS = (RuntimeError, "broken"), (UsageError, "refused"), (CommunicationTimeout, "too late"), (MemoryError, "full")
 FAULTS = [(*point, rank, KINDS[(number + rank) % 4]) for number, point in enumerate(POINTS) for rank in range(3)]
@@ -299,13 +352,13 @@ def run_with(faults, monkeypatch, folder, steps):
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(FAULTS[::7], id="13 points, on one rank each"),
-        pytest.param(FAULTS, id="30 points, on each rank", marks=pytest.mark.soak),
+        pytest.param(FAULTS[::17], id="6 points, on one rank each"),
+        pytest.param(FAULTS, id="34 points, on each rank", marks=pytest.mark.soak),
     ],
 )
 def test_a_failure_anywhere_leaves_the_old_shape_and_the_job_goes_on(tmp_path, monkeypatch, faults):
     """Two stages, and the idle rank that takes a third, fail at points of a migration."""
-    assert len(POINTS) == 30
+    assert len(POINTS) == 34
     taken = {**dict.fromkeys(PLANNING, 0), **dict.fromkeys(SWITCH, MANY)}
     steps = sum(2 + taken.get(stage, count) for stage, count, *_ in faults) + 2 * MANY
     run_with(faults, monkeypatch, tmp_path, steps)
@@ -366,7 +419,11 @@ def test_copies_without_memory_are_refused(tmp_path, monkeypatch):
     assert "the copies on node" in ended(tmp_path / "run")["why"]
 
 
-@pytest.mark.parametrize("fault", [("packing", 3, 0), ("updating", 2, 2), ("filling", 1, 1)])
+@pytest.mark.parametrize(
+    "fault",
+    [("packing", 3, 0), pytest.param(("updating", 2, 2), marks=pytest.mark.soak), ("filling", 1, 1)],
+    ids=lambda fault: fault[0],
+)
 def test_a_killed_run_continues_exactly(tmp_path, monkeypatch, fault):
     """SIGKILL during the copy, or while the shape changes, as if a rank had been killed: all end."""
     faults = Faults(monkeypatch, [(*fault, (Killed, ""))])

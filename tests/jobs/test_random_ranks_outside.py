@@ -50,7 +50,10 @@ def test_ranks_outside_the_mesh_change_no_result(tmp_path, seed):
     if job.kind == "page":
         pytest.skip("a page shards itself")
     is_half = seed % 8 == 7
-    config = TrainConfig.of(**job.what | {"mesh": {"data": 1}} | ({"dtype": "bfloat16"} if is_half else {}))
+    # At the learning rates that are drawn, some losses rise tenfold; two meshes' roundings of bfloat16 then differ by
+    # more than half the loss, without any change of shape. Smaller steps compare what is computed.
+    half = {"dtype": "bfloat16", "learning_rate": 1e-3} if is_half else {}
+    config = TrainConfig.of(**job.what | {"mesh": {"data": 1}} | half)
     first = config.model.build(config.composition).layers[-1][0].split("/")[0]
     helped = config.with_options(mesh={"data": 3}, assign=f"{first}:rank{1 + seed % 3}")
     requests = {}

@@ -51,9 +51,7 @@ def test_attention_as_single(method, zigzag, axes):
     assert_as_single(problem_of(attention(method)), axes, zigzag=zigzag)
 
 
-@every_method
-@either_deal
-@pytest.mark.parametrize("axes", [axes for axes in MESHES if "model" in axes], ids=str)
+@every_pair(axes=[axes for axes in MESHES if "model" in axes], method=list(CONTEXT_METHODS), zigzag=DEALS)
 def test_with_the_stream_cut_further(method, zigzag, axes):
     layer = Residual(LayerNorm(WIDTH), attention(method), dropout=0.3)
     assert_as_single(problem_of(layer), axes, zigzag=zigzag, sequence_parallel=True)
@@ -158,20 +156,20 @@ def test_shared_keys_are_repeated_keys(heads, key_value_heads):
     **{
         "heads, key_value_heads": SHARED,
         "axes": [{"model": 2}, {"model": 3}, {"model": 4}, {"data": 2, "model": 2}],
-        "queries_cut": CUT,
+        "queries_sharded": CUT,
     }
 )
-def test_shared_keys_as_single(heads, key_value_heads, axes, queries_cut):
+def test_shared_keys_as_single(heads, key_value_heads, axes, queries_sharded):
     """Also with more ranks than heads, and than queries that share one: then some have nothing to do."""
     problem = problem_of(attention("gather", heads, key_value_heads))
     for sequence_parallel in (False, True):
-        assert_as_single(problem, axes, queries_cut=queries_cut, sequence_parallel=sequence_parallel)
+        assert_as_single(problem, axes, queries_sharded=queries_sharded, sequence_parallel=sequence_parallel)
 
 
-@every_pair(method=list(CONTEXT_METHODS), zigzag=DEALS, queries_cut=CUT)
-def test_shared_keys_over_context_and_model(method, zigzag, queries_cut):
+@every_pair(method=list(CONTEXT_METHODS), zigzag=DEALS, queries_sharded=CUT)
+def test_shared_keys_over_context_and_model(method, zigzag, queries_sharded):
     problem = problem_of(attention(method, 6, 2))
-    options = {"zigzag": zigzag, "queries_cut": queries_cut, "sequence_parallel": True}
+    options = {"zigzag": zigzag, "queries_sharded": queries_sharded, "sequence_parallel": True}
     assert_as_single(problem, {"context": 3, "model": 2}, **options)
 
 
@@ -206,9 +204,7 @@ def sent(layer, axes, length=LENGTH, **options):
     return [{operation: number for operation, number in total.items() if number} for total in totals]
 
 
-@pytest.mark.parametrize("key_value_heads", [6, 2])
-@pytest.mark.parametrize("n", [2, 3, 4])
-@either_deal
+@every_pair(n=[2, 3, 4], key_value_heads=[6, 2], zigzag=DEALS)
 def test_gathered_keys_are_sent_once_each_way(n, key_value_heads, zigzag):
     both = 2 * BATCH * LENGTH * key_value_heads * 2 * ITEM  # keys and values, heads 2 wide
     forward, backward = sent(attention("gather", 6, key_value_heads), {"context": n}, zigzag=zigzag)
@@ -216,9 +212,7 @@ def test_gathered_keys_are_sent_once_each_way(n, key_value_heads, zigzag):
     assert backward == {"reduce_scatter": both * (n - 1)}
 
 
-@pytest.mark.parametrize("key_value_heads", [6, 2])
-@pytest.mark.parametrize("n", [2, 3, 4])
-@either_deal
+@every_pair(n=[2, 3, 4], key_value_heads=[6, 2], zigzag=DEALS)
 def test_a_ring_sends_each_block_to_all_others_and_its_gradients_home(n, key_value_heads, zigzag):
     both = 2 * BATCH * LENGTH * key_value_heads * 2 * ITEM
     forward, backward = sent(attention("ring", 6, key_value_heads), {"context": n}, zigzag=zigzag)
@@ -226,9 +220,7 @@ def test_a_ring_sends_each_block_to_all_others_and_its_gradients_home(n, key_val
     assert backward == {"send": both * (n - 1) + both * n}
 
 
-@pytest.mark.parametrize("key_value_heads", [6, 2])
-@pytest.mark.parametrize("n", [2, 3, 4])
-@either_deal
+@every_pair(n=[2, 3, 4], key_value_heads=[6, 2], zigzag=DEALS)
 def test_heads_are_exchanged_four_times_each_way(n, key_value_heads, zigzag):
     """What stays with each rank is its positions of its own heads."""
 

@@ -23,7 +23,7 @@ def masks(axes, rate=0.5, sequence_parallel=False, length=LENGTH, label="layer",
         layout = Layout.for_mesh(mesh, sequence_parallel=sequence_parallel)
         sh, spec = Shards(mesh, layout, label), layout.spec("b s d", "residual")
         ctx = replace(where_and_when(sh, BATCH, length), **when)
-        y, mask = Dropout(rate).forward(sh, frozen(x[spec.block(x.shape, mesh)].copy()), ctx)
+        y, mask = Dropout(rate).forward(sh, {}, frozen(x[spec.block(x.shape, mesh)].copy()), ctx)
         assert (mask is None) == (rate == 0 or not ctx.training)
         return spec.gather(y, mesh)
 

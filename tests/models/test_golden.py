@@ -8,6 +8,7 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, Batch, LayeredEngine, MicroBatch
 from spmd_engine.models import GPTSize, gpt
+from support.pairwise import in_turn
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "gpt2_tiny.npz"))
 HYPER = {name.removeprefix("hyper/"): value.item() for name, value in GOLDEN.items() if name.startswith("hyper/")}
@@ -37,8 +38,7 @@ def gathered(engine, arrays):
     return {name: engine.sharding(name).gather(array, engine.mesh) for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize(("bits", "tolerance"), [(32, 1e-6), (64, 1e-13)])
+@in_turn(2, **{"bits, tolerance": [(32, 1e-6), (64, 1e-13)]}, axes=MESHES)
 def test_logits_loss_and_every_gradient(axes, bits, tolerance):
     def program(engine, batch):
         with engine.inference():

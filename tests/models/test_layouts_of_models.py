@@ -37,7 +37,7 @@ def model_of(heads, key_value_heads=None):
 )
 def test_what_the_model_axis_cuts(heads, key_value_heads, ranks, letter):
     layout = layout_for(model_of(heads, key_value_heads), mesh_of(data=2, model=ranks))
-    assert layout == Layout.for_mesh(mesh_of(data=2, model=ranks), queries_cut=letter == "r")
+    assert layout == Layout.for_mesh(mesh_of(data=2, model=ranks), queries_sharded=letter == "r")
     assert layout.axes(letter) == layout.axes("f") == ("model",)
 
 
@@ -80,7 +80,7 @@ def test_shares_count_in_what_the_model_axis_shards(heads, key_value_heads, shar
     mesh, by_axis = mesh_of(model=len(shares)), {"model": shares}
     model = gpt(GPTSize(layers=2, width=2 * heads, heads=heads, context=16, key_value_heads=key_value_heads))
     layout = layout_for(model, mesh, shares=by_axis)
-    assert layout == replace(Layout.for_mesh(mesh, queries_cut=letter == "r"), shares=by_axis)
+    assert layout == replace(Layout.for_mesh(mesh, queries_sharded=letter == "r"), shares=by_axis)
 
 
 def test_queries_of_a_model_that_shares_no_keys_are_not_cut():

@@ -17,6 +17,7 @@ from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.observability.memory import CLASSES, bytes_per_rank, draw_memory
 from spmd_engine.planning import analyze
 from spmd_engine.training import TrainConfig
+from support.pairwise import in_turn
 from support.tiny import SIZE
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
@@ -72,8 +73,7 @@ def test_other_dtypes_and_optimizers():
 MESHES = [{"data": 3}, {"data": 2, "model": 2}, {"pipe": 2, "data": 2}, {"shard": 2, "data": 2}]
 
 
-@pytest.mark.parametrize("axes", MESHES)
-@pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
+@in_turn(2, axes=MESHES, zero=[None, 0, 1, 2, 3])
 def test_what_is_drawn_is_what_an_engine_stores(axes, zero):
     model, composition = gpt(SIZE), ParallelConfig(zero=zero, group_threshold=500)
 
@@ -158,6 +158,12 @@ def test_the_table_of_arrays_has_the_bytes_that_are_drawn(capsys):
     assert rows["parameter in use"] == ["the", "whole", "float32", "memory", "472,572", "472,572"]
     assert rows["optimizer state (2 kinds)"][-1] == "236,544"  # as drawn for ZeRO 1
     assert rows["master"][-4:] == ["part", "that", "is", "sent"] and rows["gradient"][-1] == "472,572"
+
+
+def test_the_table_of_arrays_has_the_states_of_the_job_and_not_of_the_default(capsys, tmp_path):
+    TrainConfig.of(model="mlp", optimizer="sgd", momentum=0.0).write(tmp_path / "job.json")
+    main(["inspect", "--config", str(tmp_path / "job.json"), "--mesh", "data=4", "--storage"])
+    assert "optimizer state (0 kinds)" in capsys.readouterr().out
 
 
 def test_bars_are_to_scale():

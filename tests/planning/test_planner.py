@@ -84,7 +84,7 @@ def test_a_plan_that_only_the_simulation_finds_faster_is_chosen(monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "fixed"),
     [
-        pytest.param(2, {"micro_batches": 2}, id="free"),
+        pytest.param(2, {"micro_batches": 2}, id="free", marks=pytest.mark.soak),
         pytest.param(2, {"micro_batches": 2, "zero": 1}, id="fixed"),
         pytest.param(4, {}, id="free on four", marks=pytest.mark.soak),
         pytest.param(4, {"zero": 1}, id="fixed on four", marks=pytest.mark.soak),
@@ -258,7 +258,7 @@ def test_a_file_of_a_gpt_s_sizes_is_a_model(tmp_path):
         planned_model(str(file))
 
 
-@pytest.mark.parametrize("name", ["gpt-nano", "gpt-moe-nano"])
+@pytest.mark.parametrize("name", [pytest.param("gpt-nano", marks=pytest.mark.soak), "gpt-moe-nano"])
 def test_eight_questions_are_answered(name):
     limits = Limits(memory=30 * 2**20)
     subject, answers = explain(Request(build_model(name), read_machine("a100"), [4], [16], limits=limits))
@@ -313,6 +313,8 @@ def test_an_alternative_is_compared_by_what_is_known_of_both_plans():
     ("options", "message"),
     [
         ({"ranks": "2"}, "plan: ranks is a str; give a number"),
+        ({"ranks": 0}, "plan: ranks is 0; it must be from 1"),
+        ({"ranks": 2, "batch_size": []}, "plan: batch_size is empty; it must be from 1"),
         ({"mesh": "data=2"}, "plan: mesh is a str; give axes with their sizes"),
         ({"model": 3, "ranks": 2}, "plan: model is a int; give a Model, or its name"),
     ],

@@ -54,7 +54,7 @@ def test_the_stream_is_cut_over_context_before_model(axes):
 
 
 def test_queries_may_be_cut_instead_of_key_heads():
-    layout = layout_of("data", "model", queries_cut=True)
+    layout = layout_of("data", "model", queries_sharded=True)
     assert str(layout.spec("d h r k")) == "d h r/model k"
     assert str(layout.spec("d h k")) == "d h k"
     assert str(layout.spec("d f")) == "d f/model" and str(layout.spec("v d")) == "v/model d"
@@ -162,7 +162,7 @@ def test_one_axis_may_not_cut_two_letters_of_an_activation():
 
 
 def test_a_layer_may_gather_across_several_letters():
-    layout = layout_of("model", sequence_parallel=True, queries_cut=True)
+    layout = layout_of("model", sequence_parallel=True, queries_sharded=True)
     layout.check("attention", "bsdhrk", "bshr", "hr")
     with pytest.raises(NotationError, match="which do not shard h inside"):
         layout.check("attention", "bsdhk", "bsh", "h")

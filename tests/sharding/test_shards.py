@@ -41,7 +41,7 @@ def test_axes_are_those_of_the_letters_in_the_order_of_the_mesh():
         assert sh.axes("b") == sh.axes("db") == ("x", "y")
         assert sh.axes("fb") == ("x", "y")  # z has one rank only
         assert sh.axes("d") == sh.axes("s") == sh.axes("s", "residual") == ()
-        return sh.is_cut("b"), sh.is_cut("f"), sh.is_cut("d")
+        return sh.is_sharded("b"), sh.is_sharded("f"), sh.is_sharded("d")
 
     assert on_ranks(body, layout, x=2, y=2, z=1) == [(True, False, False)] * 4
 

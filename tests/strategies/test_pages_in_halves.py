@@ -31,7 +31,7 @@ def trained(name, ranks, dtype):
         return run_threads(run, prod(axes.values()))[0]
 
 
-@in_turn(2, name=list(STRATEGIES))
+@in_turn(3, name=list(STRATEGIES))
 def test_a_page_is_as_near_to_one_device_as_that_to_exact_values(name):
     """On 4 ranks, each rounds its part of a sum before the sum: at most twice as many roundings as on one."""
     half = np.dtype(bfloat16)

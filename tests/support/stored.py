@@ -33,7 +33,7 @@ class Parts:
         self.model, self.layers = model, range(len(model.layers))
         self.assignment = assign(model, mesh, Layout.for_mesh(mesh), FLOAT.itemsize, storage=storage)
         self.storages = [
-            kind(group, mesh, storage.table(mesh.axes, group.summed.cut, FLOAT), CPU)
+            kind(group, mesh, storage.table(mesh.axes, group.summed.sharded, FLOAT), CPU)
             for group in self.assignment.groups
         ]
         self.whole = {n: integers(shape, i) for i, (n, (_, shape)) in enumerate(model.parameters())}

@@ -26,6 +26,7 @@ _OF_BFLOAT16 = {
     "rms_norm_backward",
 }
 _OF_BFLOAT16 |= {"layer_norm_backward_parameters", "rms_norm_backward_scale", "products_of_rows", "kept_where"}
+_FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(bfloat16)
 _SUMMED = 1024  # rows that are added one by one: a million would lose two more digits
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,10 @@ class FastFunctions:
     def takes(self, x: np.ndarray, name: str = "") -> bool:
         """Float32, the dtype of fast training, and bfloat16 for the functions that round their results; NumPy computes
         float64."""
-        return x.dtype == np.float32 or (x.dtype == bfloat16 and name in _OF_BFLOAT16)
+        return x.dtype == _FLOAT32 or (x.dtype == _BFLOAT16 and name in _OF_BFLOAT16)
 
     def _loop(self, name: str, x: np.ndarray) -> Callable[..., None]:
-        return loop_for(self._loops, name, x)
+        return getattr(self._loops, name) if x.dtype == _FLOAT32 else loop_for(self._loops, name, x)
 
     def round_to_bfloat16(self, x, out=None):
         """``x`` as bfloat16, in contiguous ``out`` if given."""
@@ -188,10 +189,10 @@ class FastFunctions:
     def softmax_backward(self, ds, p, projection):
         ds[...] = self.softmax_gradient(contiguous(ds), _spread(p, ds.shape), projection, 1.0, ds.dtype)
 
-    # Softmax over the keys of a block's scores[h t s], contiguous float32 (``attention``)
+    # Softmax over the keys of a block's scores[... t s], contiguous float32 (``attention``)
 
     def softmax_over_keys(self, scores, scale, dtype):
-        p, shape = np.empty_like(scores, dtype), (len(scores), scores.shape[2])
+        p, shape = np.empty_like(scores, dtype), (*scores.shape[:-2], scores.shape[-1])
         top, sums = np.empty_like(scores, shape=shape), np.empty_like(scores, shape=shape)
         self._loop("softmax_over_keys", p)(scores, scale, p, top, sums)
         return p, top, sums
@@ -226,27 +227,29 @@ class FastFunctions:
 
 def loop_for(loops: Any, name: str, x: np.ndarray) -> Callable[..., None]:
     """The loop of this name for arrays such as ``x``: bfloat16 or float32."""
-    if x.dtype != bfloat16:
+    if x.dtype != _BFLOAT16:
         return getattr(loops, name)
     loop = getattr(loops, f"{name}_bfloat16")
     return lambda *arguments: loop(*(y.view(np.int16) if _is_bfloat16(y) else y for y in arguments))
 
 
 def _is_bfloat16(x: Any) -> bool:
-    return isinstance(x, np.ndarray) and x.dtype == bfloat16
+    return isinstance(x, np.ndarray) and x.dtype == _BFLOAT16
 
 
 def contiguous(x: np.ndarray, dtype: Any = None) -> np.ndarray:
     """``x`` contiguous, as the loops take it, which check no strides: as bfloat16 if it is, else as float32."""
     if dtype is None:
-        dtype = x.dtype if x.dtype == bfloat16 else np.float32
+        dtype = _BFLOAT16 if x.dtype == _BFLOAT16 else _FLOAT32
     if x.dtype != dtype:
         x = x.astype(dtype)
     return x if x.flags.c_contiguous else x.copy()
 
 
-def _spread(x: np.ndarray, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+def _spread(x: np.ndarray, shape: tuple[int, ...], dtype: Any = _FLOAT32) -> np.ndarray:
     """Contiguous ``x``, broadcast to this shape; ValueError if it cannot be. The loops check no bounds."""
+    if x.shape == shape and x.dtype == dtype and x.flags.c_contiguous:
+        return x
     return contiguous(x if x.shape == shape else np.broadcast_to(x, shape), dtype)
 
 
@@ -255,14 +258,14 @@ def _indices(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _of_columns(x: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """``x`` broadcast to [h 1 s], for scores[h t s]."""
-    return _spread(x, (len(scores), 1, scores.shape[2]))
+    """``x`` broadcast to [... 1 s], for scores[... t s]."""
+    return _spread(x, (*scores.shape[:-2], 1, scores.shape[-1]))
 
 
 def _norm(loop, x: np.ndarray, epsilon: float, *parameters: np.ndarray) -> tuple[np.ndarray, ...]:
     x = contiguous(x)
     results = np.empty_like(x), np.empty_like(x), np.empty_like(x, np.float32, shape=x.shape[:-1])
-    loop(x, *(_spread(parameter, x.shape[-1:]) for parameter in parameters), epsilon, *results)
+    loop(x, *[_spread(parameter, x.shape[-1:]) for parameter in parameters], epsilon, *results)
     return results
 
 
@@ -275,12 +278,13 @@ def _norm_backward(loop, dy: np.ndarray, normal: np.ndarray, inverse: np.ndarray
 
 def _sums_over_rows(loop, count: int, dy: np.ndarray, normal: np.ndarray) -> np.ndarray:
     """[count d]: ``count`` sums over rows; the loop adds those of some rows at a time."""
-    rows, normal_rows = (x.reshape(-1, dy.shape[-1]) for x in (contiguous(dy), _spread(normal, dy.shape, dy.dtype)))
+    rows, normal_rows = [x.reshape(-1, dy.shape[-1]) for x in (contiguous(dy), _spread(normal, dy.shape, dy.dtype))]
     sums = np.zeros_like(dy, np.float32, shape=(count, dy.shape[-1]))
     for start in range(0, len(rows), _SUMMED):
-        part, part_sums = slice(start, start + _SUMMED), np.zeros_like(sums)
+        part, part_sums = slice(start, start + _SUMMED), np.zeros_like(sums) if start else sums
         loop(rows[part], normal_rows[part], *part_sums)
-        sums += part_sums
+        if start:
+            sums += part_sums
     return sums
 
 

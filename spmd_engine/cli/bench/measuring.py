@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import click
@@ -21,6 +20,7 @@ from spmd_engine.cli.values import WholeRange
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.observability.render import text_table
+from spmd_engine.planning.machine.measure import turns_of
 from spmd_engine.runtime.mpi_job import find_mpiexec
 
 Option = Callable[[Callable], Callable]
@@ -28,7 +28,7 @@ Option = Callable[[Callable], Callable]
 
 def count_option(name: str, default: int, least: int = 1) -> Option:
     """An option that is a whole number, such as ``--ranks``, ``--steps`` in each round, or ``--rounds``."""
-    return click.option(f"--{name}", type=WholeRange(min=least), default=default, show_default=True)
+    return click.option(f"--{name}", type=WholeRange(min=least), default=default)
 
 
 def output_option() -> Option:
@@ -115,10 +115,5 @@ def sgemm_peak(rounds: int = 20) -> float:
     """Floating-point operations a second of one core's float32 matrix products: the best of ``rounds``."""
     a, b = (np.random.default_rng(seed).standard_normal((_SIZE, _SIZE)).astype(np.float32) for seed in (0, 1))
     out = np.empty_like(a)
-    seconds = []
     with threadpool_limits(1, "blas"):
-        for _ in range(rounds):
-            began = perf_counter()
-            np.matmul(a, b, out=out)
-            seconds.append(perf_counter() - began)
-    return 2 * _SIZE**3 / min(seconds)
+        return 2 * _SIZE**3 / min(turns_of(lambda: np.matmul(a, b, out=out), turns=rounds))

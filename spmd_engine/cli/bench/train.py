@@ -206,7 +206,7 @@ def main() -> None:
             "tokens": tokens,
             "multiplications": tokens * multiplications(workload),
             "bytes_sent": by_rank[:, 0].sum() / steps,  # by all ranks, a step
-            "calls": by_rank[:, 1].max() / steps,  # of one rank, a step
+            "calls": by_rank[:, 1].max() / steps,  # by one rank, a step
             "waiting": by_rank[:, 2].mean() / steps,  # seconds of a rank in collectives, a step
             "page_faults": by_rank[:, 3].max(),
             "memory": by_rank[:, 4].max(),  # bytes of one rank

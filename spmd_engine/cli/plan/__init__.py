@@ -49,7 +49,7 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
     metavar="N[,N...]",
     help="Samples a step, over all ranks; the best of several. [default: 16; images: 64]",
 )
-@click.option("--goal", type=Choice(GOALS), default="latency", show_default=True, help="What to optimize.")
+@click.option("--goal", type=Choice(GOALS), default="latency", help="What to optimize.")
 @click.option(
     "--memory", metavar="SIZE", type=_SIZE, help="Most memory of a rank, such as 24GiB. [default: as the machine has]"
 )
@@ -57,19 +57,17 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
 @rare_option("--bandwidth", metavar="SIZE", type=_SIZE, help="Most that a rank sends a second, such as 1GB/s.")
 @rare_option("--compute", metavar="TIME", type=_TIME, help="Longest computation of a rank in a step.")
 @click.option("--fewer", is_flag=True, help="Consider fewer ranks, too.")
-@rare_option("--seconds", metavar="TIME", type=_TIME, default=20.0, show_default=True, help="Time for the search.")
+@rare_option("--seconds", metavar="TIME", type=_TIME, default=20.0, help="Time for the search.")
 @rare_option(
     "--placement",
     type=Choice(PLACEMENTS),
     default="auto",
-    show_default=True,
     help="How ranks of unequal nodes are placed on the mesh: by simulations, as listed, or by costs of single ranks.",
 )
 @rare_option(
     "--fallback",
     metavar="split,offload,assign|none",
     default=",".join(FALLBACKS),
-    show_default=True,
     help="What a plan may do where nothing else fits: split the layers of a pipeline stage over more ranks than those "
     "of others, offload, or assign layers of a rank that lacks memory to a helper rank.",
 )
@@ -83,7 +81,6 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
     "--dtype",
     metavar="NAME[,NAME...]",
     default="float32",
-    show_default=True,
     help=f"Of {', '.join(FLOATS)}; several are planned each, and compared.",
 )
 @options_of(
@@ -127,7 +124,7 @@ def plan(what: str | None, **options: Any) -> None:
         _explain(requests[0], options["as_json"])
         return
     results = [fixed_plan(request) if "mesh" in request.fixed else find_plan(request) for request in requests]
-    result = min(results, key=lambda each: each.rank)
+    result = min(results, key=lambda planned: planned.rank)
     request = result.request
     if options["output"]:
         if result.conflict is not None:

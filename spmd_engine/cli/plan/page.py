@@ -70,7 +70,7 @@ def print_plan(result: PlanResult) -> None:
 def print_precisions(results: Sequence[PlanResult], chosen: PlanResult) -> None:
     """Print what each precision needs, by its own best plan, and which is best for the goal."""
     console = Console(highlight=False, soft_wrap=True)
-    rows = [(each.precision + " (chosen)" * (each is chosen), *_needs_of(each)) for each in results]
+    rows = [(result.precision + " (chosen)" * (result is chosen), *_needs_of(result)) for result in results]
     console.print(text_table(["precision", "step", "sent", "memory of a rank", "plan"], rows))
     console.print()
 
@@ -182,9 +182,9 @@ def _print_matrix(console: Console, title: str, plans: Sequence[Estimate], resul
 def _print_certificate(console: Console, result: PlanResult) -> None:
     certificate = result.search
     late = "; some plans near to the chosen one were not simulated, since " + result.ended if result.late else ""
-    if result.plan is not None and (found := _found_by_simulations(result.plan.candidate)):
+    if result.plan is not None and (how := _found_by_simulations(result.plan.candidate)):
         console.print(
-            f"\nof {certificate.candidates:,} candidates with {found} {certificate.estimated:,} were simulated; "
+            f"\nof {certificate.candidates:,} candidates with {how} {certificate.estimated:,} were simulated; "
             f"others may be better{late}. Planned in {readable_seconds(result.took)}."
         )
         return
@@ -231,7 +231,7 @@ def print_comparison(comparison: TraceComparison) -> None:
 
 
 def _milliseconds(*seconds: float) -> list[str]:
-    return [f"{each * 1e3:.2f} ms" for each in seconds]
+    return [f"{value * 1e3:.2f} ms" for value in seconds]
 
 
 def print_explanation(subject: str, answers: Sequence[Mapping[str, Any]]) -> None:

@@ -10,10 +10,12 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.agreement.joining import gather_texts
 from spmd_engine.comm.agreement.signature import Signature, disseminate
 from spmd_engine.comm.communicators.communicator import Communicator, MessagePart
 from spmd_engine.comm.connections import Connections, even_nodes
@@ -74,14 +76,13 @@ class MPICommunicator(Communicator):
         super().__init__(members, comm.rank, hosts, progress if progress is not None else Progress())
         self.is_device_aware = is_device_aware()
 
-    def open_node(self, hosts: Sequence[str], cores: int, gather_texts: Callable[[str], list[str]]) -> None:
-        """Share memory with this node's ranks; once, for the world.
-
-        ``hosts``: of all ranks. ``cores``: of this node. ``gather_texts``: see ``shared_memory.node.open_node``.
-        """
+    def open_node(self, hosts: Sequence[str], cores: int) -> None:
+        """Share memory with this node's ranks; once, for the world. ``hosts``: of all ranks. ``cores``: of this node.
+        Collective."""
         self.hosts = list(hosts)
         ranks = [rank for rank, host in enumerate(hosts) if host == self.node]
-        node, nodes = open_node(self.rank, ranks, size_of_table(len(ranks)), gather_texts), even_nodes(hosts)
+        gather_here = partial(gather_texts, self, ranks=ranks)
+        node, nodes = open_node(self.rank, ranks, size_of_table(len(ranks)), gather_here), even_nodes(hosts)
         if len(ranks) < self.size:
             if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
                 if self.rank == 0:
@@ -91,7 +92,7 @@ class MPICommunicator(Communicator):
                     )
             else:
                 self.start_progress_thread()
-            nodes = nodes if "no" not in gather_texts("yes" if node is not None else "no") else None
+            nodes = nodes if "no" not in gather_texts(self, "yes" if node is not None else "no") else None
         table = table_on(node, ranks, ranks.index(self.rank)) if node is not None and nodes is not None else None
         self._connect(node, len(ranks) > cores, table)
 

@@ -59,7 +59,7 @@ class Node:
 def open_node(rank: int, ranks: Sequence[int], kept: int, gather_texts: Callable[[str], list[str]]) -> Node | None:
     """Map the memory of all ``ranks`` of this node, with this ``rank``; None if not possible. Collective.
 
-    ``kept``: see ``Node``. ``gather_texts``: gathers a text of each rank of the world.
+    ``kept``: see ``Node``. ``gather_texts``: gathers a text of each of the ``ranks``.
     """
     size = bound(len(ranks)) if 1 < len(ranks) <= MOST_RANKS else 0
     if size < HEAD + kept:
@@ -67,13 +67,12 @@ def open_node(rank: int, ranks: Sequence[int], kept: int, gather_texts: Callable
     wants_memory = size > 0
     own_memory = OwnMemory(size if os.environ.get("SPMD_ARENA", "memfd") == "memfd" else 0)
     handles = gather_texts(own_memory.handle)
-    handles = [handles[member] for member in ranks]
     memories = mapped(handles)
     cross_memory = _cross_memory(handles) if memories else None
     answers = gather_texts(f"{'yes' if memories or not wants_memory else 'no'} {'reads' if cross_memory else ''}")
     own_memory.close()  # all ranks have tried to open the file
-    all_mapped = all(answers[rank].startswith("yes") for rank in ranks)
-    if not all(answers[rank].endswith("reads") for rank in ranks):
+    all_mapped = all(answer.startswith("yes") for answer in answers)
+    if not all(answer.endswith("reads") for answer in answers):
         cross_memory = None
     if wants_memory and not all_mapped and rank == ranks[0]:
         limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY

@@ -29,7 +29,7 @@ class OffloadedArray:
     def __init__(self, target: OffloadTarget, shape: Sequence[int], dtype: Any, backend: Backend) -> None:
         """Reserve the space, for zeros of the backend; raises OffloadError if there is none."""
         self.shape, self.dtype, self.backend, self.target = tuple(shape), np.dtype(dtype), backend, target
-        self._offset = target.reserve(self.nbytes, zeros=True)  # of the first element
+        self._offset = target.reserve(self.nbytes, zeros=True)  # place of the first element
         self._first = 0  # elements before this view's first row
         self._inside: tuple[slice, ...] | None = None  # the part of each row; None: all
         self._row_shape = self.shape[1:]

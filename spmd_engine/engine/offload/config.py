@@ -70,7 +70,7 @@ class ArrayPlaces:
 
     def __init__(self, backend: Backend, target: OffloadTarget | None = None, keeps_activations: bool = False) -> None:
         self._backend, self._target = backend, target
-        #: of saved activations; None if they stay in memory
+        #: the target of saved activations; None if they stay in memory
         self.stash = Stash(target) if target is not None and keeps_activations else None
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> OffloadedArray:

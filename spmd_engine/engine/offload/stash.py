@@ -27,8 +27,8 @@ class Stash:
     def __init__(self, target: OffloadTarget) -> None:
         self._target = target
         self._blocks: WeakValueDictionary[int, _MemoryBlock] = WeakValueDictionary()  # by the id of their memory
-        self._last: list[ref[_MemoryBlock]] = []  # of the last layer
-        self._writing: list[ref[_MemoryBlock]] = []  # of the layer before
+        self._last: list[ref[_MemoryBlock]] = []  # memory of the last layer
+        self._writing: list[ref[_MemoryBlock]] = []  # memory of the layer before
 
     def put(self, saved: Any, parameters: Any = ()) -> Any:
         """``saved`` with blocks in place of arrays, for ``take``; ``parameters`` are a layer's own arrays, by name."""

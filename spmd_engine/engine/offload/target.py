@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 PIECE = 2 << 20  #: bytes that are read or written at once
 PAGE = 4096  #: bytes: reads and writes begin and end at multiples of them
-THREADS = 3  #: of a target: one reads ahead while others write behind
+THREADS = 3  #: threads of a target: one reads ahead while others write behind
 
 
 class OffloadError(UsageError):
@@ -44,7 +44,7 @@ class OffloadTarget(ABC):
     piece = PIECE
     smallest = 1 << 14  #: bytes: smaller arrays among saved activations stay in memory
     has_bytes = True  #: False in a dry run, in which arrays are shapes
-    arrays: type = np.ndarray  #: of saved activations that live there
+    arrays: type = np.ndarray  #: the type of saved activations that live there
 
     @abstractmethod
     def grow(self, offset: int, size: int) -> None:
@@ -62,7 +62,7 @@ class OffloadTarget(ABC):
     def __init__(self, folder: str = ".", backend: Backend = CPU) -> None:
         """A target in this folder, of ``--offload-dir``, for arrays of the backend: a subclass uses what it needs."""
         self._end, self._free, self._lock = 0, dict[int, list[int]](), RLock()
-        #: of a piece each, for reads and writes, while nothing uses them
+        #: memory of a piece each, for reads and writes, while nothing uses it
         self.buffers = deque[np.ndarray]()
         self._threads = ThreadPoolExecutor(THREADS, "offload")
 

@@ -310,7 +310,7 @@ class ZeroConfig:
     threshold: int = THRESHOLD  #: bytes at which a group is closed
     cap: int = CAP  #: bytes beyond which no neighbour joins a group
     compress: str = "none"  #: the compression of gradients: see ``compression``
-    shares: Shares = field(default_factory=dict)  #: of ranks along an axis in sharded state; else equal
+    shares: Shares = field(default_factory=dict)  #: shares of ranks along an axis in sharded state; else equal
     min_tensor_size: int = 0  #: bytes below which a parameter's state is not sharded
     places: Offload = Offload()  #: what lives elsewhere while it is not in use
     overlap: Overlap = 0  #: the layers that both stages at a boundary hold
@@ -336,7 +336,7 @@ class ZeroConfig:
         how: dict[str, Any] = {"places": self.places.by_kind, "trained": trained, "feeds_back": feeds_back}
         return array_table(self.stage(axes), sharded_axes, dtype, **how)
 
-    def cut(self, summed: tuple[str, ...], axes: Mapping[str, int]) -> tuple[str, ...]:
+    def sharded_axes(self, summed: tuple[str, ...], axes: Mapping[str, int]) -> tuple[str, ...]:
         """The axes, of those over which a gradient is summed, that shard its parameter's state."""
         if self.stage(axes) == 0:
             return ()
@@ -352,7 +352,7 @@ class ZeroConfig:
         computed_on: tuple[int, ...] = (),
     ) -> Sum:
         """How the gradient of a parameter of ``size`` bytes is summed, and over which axes its state is sharded."""
-        sharded_axes = self.cut(summed, axes) if size >= self.min_tensor_size else ()
+        sharded_axes = self.sharded_axes(summed, axes) if size >= self.min_tensor_size else ()
         return Sum(summed, sharded_axes, stages, shares_along(sharded_axes, axes, self.shares), computed_on)
 
 
@@ -386,7 +386,7 @@ class Assignment:
     uses: Mapping[int, Mapping[str, str]]  #: this rank's layer -> local name -> full name
     holders: Mapping[str, tuple[int, ...]]  #: stages that hold each parameter, of the whole model
     groups: Sequence[ParameterGroup]
-    homes: Mapping[str, Home] = field(default_factory=dict)  #: of parameters that not all ranks of a stage have
+    homes: Mapping[str, Home] = field(default_factory=dict)  #: those of parameters that not all ranks of a stage have
     #: Groups of sharded frozen buffers, and the names of these by layer, as in ``uses``.
     frozen: Sequence[ParameterGroup] = ()
     frozen_uses: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
@@ -469,7 +469,7 @@ def assign(
         for local_name, buffer in described.buffers.items()
         if buffer.frozen
     ]
-    frozen = [buffer for buffer in frozen if buffer.summed.cut]  # the others have no replicas to shard
+    frozen = [buffer for buffer in frozen if buffer.summed.sharded]  # the others have no replicas to shard
     frozen_groups = [
         group for group in make_groups(frozen, itemsize, storage.threshold, storage.cap, "frozen")
         if group.home is None or group.home.has(place)
@@ -520,7 +520,7 @@ def owned_rectangle(
     """The part of a parameter, in a group of its own, that the rank at ``place`` updates."""
     block, summed, largest = _placed(parameter, shape, place, layout, itemsize, storage, holding_stages)
     group = ParameterGroup(0, [Member("", block, parameter.decay, summed, largest)])
-    interval = group.intervals(place.axis_size(summed.cut))[place.index(summed.cut)]
+    interval = group.intervals(place.axis_size(summed.sharded))[place.index(summed.sharded)]
     first, *others = layout.spec(parameter.dims).block(shape, place)
     rows = group.rows(interval)[""]
     return Rectangle.of((slice(first.start + rows.start, first.start + rows.stop), *others))

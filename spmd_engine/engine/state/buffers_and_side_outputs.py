@@ -190,7 +190,7 @@ class SideOutputs:
         alike = [
             [value.reshape(-1) for *_, value in part] for _, part in groupby(waiting, lambda entry: entry[2].dtype)
         ]
-        flat = [xp.concatenate(part).astype(xp.float64) for part in alike]  # of each dtype at once
+        flat = [xp.concatenate(part).astype(xp.float64) for part in alike]  # each dtype at once
         values, end = backend.to_host(xp.concatenate(flat)), 0
         for name, weight, value in waiting:
             place, shape, block = self._places[name]

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.meta.array import has_shapes_only
-from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.shared_memory.arena import memory_here
@@ -22,11 +22,12 @@ from spmd_engine.engine.uneven_stages import sum_over_stages
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter, UsageError, one_of
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.placement import Placement, describe_held, placement_of_all
+from spmd_engine.sharding.placement import Held, Placement, exchange_placements
 from spmd_engine.units import readable_bytes
 
 
@@ -57,7 +58,7 @@ class ParameterStore:
     ) -> None:
         self.described, self.assignment, self._mesh, self._layout = described, assignment, mesh, layout
         self.feeds_back = compression(storage.compress).feeds_back  #: whether steps leave residues for the next
-        tables = [storage.table(mesh.axes, g.summed.cut, dtype, trained=trained) for g in assignment.groups]
+        tables = [storage.table(mesh.axes, g.summed.sharded, dtype, trained=trained) for g in assignment.groups]
 
         def open_places() -> ArrayPlaces:
             _check_share(assignment, tables, mesh, storage, dtype, backend)
@@ -93,7 +94,7 @@ class ParameterStore:
             lambda s: {member.name: (s, member) for member in s.group.members}
         )
         self.placements: dict[bool, Placement] = {}  #: what ranks own (True) or store (False), once known
-        self._sharded_axes = {member.name: member.summed.cut for member in assignment.members}
+        self._sharded_axes = {member.name: member.summed.sharded for member in assignment.members}
         self._places: dict[str, Place] = {}  # cache: the place of a member in segments
         self._blocks: dict[tuple[str, tuple[int, ...]], Index] = {}  # cache: by letters and whole shape
 
@@ -199,14 +200,14 @@ def _check_share(
     without an error message.
     """
     zero, groups = storage.stage(mesh.axes), assignment.groups
-    in_parts = zero and any(group.summed.cut for group in groups)
+    in_parts = zero and any(group.summed.sharded for group in groups)
     if in_parts and not compression(storage.compress).in_parts:
         raise UsageError(f"compression {storage.compress!r} needs whole gradients on every rank, not parts (ZeRO)")
     if "parameters" in storage.places.kinds and in_parts and zero < 3:
         raise UsageError(f"--offload parameters with --zero {zero}: every rank holds them whole; choose --zero 3")
     if not isinstance(backend.empty(0, dtype), np.ndarray):  # on a device, or meta arrays
         return
-    parts = [group.size // mesh.axis_size(group.summed.cut) for group in groups]
+    parts = [group.size // mesh.axis_size(group.summed.sharded) for group in groups]
     held = [table.bytes_by_class(group.size, part) for group, table, part in zip(groups, tables, parts, strict=True)]
     needed = sum(by_class["parameters"] for by_class in held)
     if needed > memory_here():
@@ -255,7 +256,7 @@ class FrozenStore:
         self, model: Model, assignment: Assignment, mesh: Mesh, layout: Layout, dtype: np.dtype, backend: Backend
     ) -> None:
         self.storages = [
-            GroupStorage(group, mesh, array_table(3, group.summed.cut, dtype, trained=False), backend)
+            GroupStorage(group, mesh, array_table(3, group.summed.sharded, dtype, trained=False), backend)
             for group in assignment.frozen
         ]
         self.arrays: dict[str, Array] = {}
@@ -316,7 +317,7 @@ class StoredEngine(ShardedEngine):
     def placement(self, owned: bool = False) -> Placement:
         """As ``ShardedEngine.placement``, but exchanged once: a store does not change."""
         if not self.store.placements:
-            self.store.placements |= read_placements(gather_json(self.group(), describe_parts(self), "placement"))
+            self.store.placements |= placements_of(exchange_placements(self.group(), parts_of(self)))
         return self.store.placements[owned]
 
     @property
@@ -383,26 +384,25 @@ class StoredEngine(ShardedEngine):
         return index
 
 
-def describe_parts(engine: StoredEngine | None) -> dict[str, Any]:
-    """The parts of all arrays that a rank stores and owns, as JSON; no parts for None."""
+def parts_of(engine: StoredEngine | None, when: str = "") -> dict[str, Held]:
+    """The parts of all arrays that a rank stores and owns, ``when`` it does, for ``exchange_placements``; no parts for
+    None."""
     stored = engine._held_here(False) if engine else {}
     owned = stored
     if engine and (engine.buffer_names or not engine.store.owns_what_it_stores):
         owned = engine._held_here(True)
-    return {"stored": describe_held(stored), "owned": describe_held(owned) if owned != stored else None}
+    return {f"{when}stored": stored, f"{when}owned": owned}
 
 
-def read_placements(ranks: Sequence[Mapping[str, Any]]) -> Placements:
-    """Placements from ``describe_parts`` of all ranks. If all own just what they store, both are one object."""
-    stored = placement_of_all([parts["stored"] for parts in ranks])
-    if all(parts["owned"] is None for parts in ranks):
-        return {False: stored, True: stored}
-    owned = placement_of_all([parts["stored"] if parts["owned"] is None else parts["owned"] for parts in ranks])
-    return {False: stored, True: owned}
+def placements_of(exchanged: Mapping[str, Placement], when: str = "") -> Placements:
+    """The placements that ``exchange_placements`` returns for ``parts_of``. If all own just what they store, both are
+    one object."""
+    return {False: exchanged[f"{when}stored"], True: exchanged[f"{when}owned"]}
 
 
 def check_shapes(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise UsageError unless ``params``, of a checkpoint, have all of these arrays, in these shapes."""
+    check_argument("load_checkpoint: params", params, Mapping, "a mapping from names to whole arrays")
     for name, shape in shapes.items():
         if name not in params:
             raise UsageError(f"the checkpoint has no {name!r}; {one_of(name, sorted(params))}")

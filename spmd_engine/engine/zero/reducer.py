@@ -47,7 +47,7 @@ class Reducer:
             Counter(self._storage_of[name] for layer in layers for name in uses[layer].values()) for layers in passes
         ]
         self._storages_of_layer = {layer: [self._storage_of[name] for name in uses[layer].values()] for layer in uses}
-        self._sums: dict[int, GradientSums] = {}  # of layers whose gradients all stay on this rank
+        self._sums: dict[int, GradientSums] = {}  # by layers whose gradients all stay on this rank
         self._untouched: set[str] = set()
         self._waiting: Counter = Counter()
         self._reducing: list[Pending | Deferred] = []
@@ -60,7 +60,7 @@ class Reducer:
         if not self._trained:
             raise UsageError("this engine was made for inference, without gradients: make another one to train")
         self.steps, self.micro_batches = self.steps + 1, micro_batches
-        for pending in self._reducing:  # of a failed step: until they end they write to the gradients
+        for pending in self._reducing:  # those of a failed step write to the gradients until they end
             with suppress(SpmdError):
                 pending.wait()
         self._reducing.clear()
@@ -128,6 +128,6 @@ class Reducer:
         for pending in [storage.start_reduce_rest() for storage in self._storages]:
             if pending:
                 pending.wait()
-        for pending in [each for storage in self._storages for each in storage.start_copies()]:
+        for pending in [copied for storage in self._storages for copied in storage.start_copies()]:
             pending.wait()
         self._reducing.clear()

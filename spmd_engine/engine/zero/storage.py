@@ -51,7 +51,7 @@ class GroupStorage:
         """``zeros`` makes an array, of a shape and a dtype, in the place of what does not live in memory.
         ``sum_over_stages`` sums over stages that hold other blocks of the parameters."""
         summed = group.summed
-        over, stages = tuple(axis for axis in summed.over if axis not in summed.cut), None
+        over, stages = tuple(axis for axis in summed.over if axis not in summed.sharded), None
         computed_on = summed.computed_on or summed.stages
         if len(computed_on) > 1 and sum_over_stages is None:
             over, stages = (PIPE, *over), {PIPE: computed_on}
@@ -59,7 +59,7 @@ class GroupStorage:
         self._pipe = mesh.group(PIPE) if summed.computed_on else None
         self.group, self.table, self.dtype = group, table, table[USED].dtype
         self._stored = table.stored
-        self.owners = mesh.group(summed.cut) if summed.cut else None  #: ranks that own its parts
+        self.owners = mesh.group(summed.sharded) if summed.sharded else None  #: ranks that own its parts
         #: ranks that own the same part, to sum over last
         self.rest = mesh.group(over, among=stages) if over and is_computed else None
         self.compression = compression(compress, group)

@@ -40,7 +40,7 @@ class Unsharder:
             for storage in used:
                 self._layers.setdefault(storage, []).append(layer)
         self._gathers = any(self._absent.values())
-        self._trees: dict[int, dict[str, Any]] = {}  # of layers whose parameters are present
+        self._trees: dict[int, dict[str, Any]] = {}  # by layers whose parameters are present
         self._gathered: list[GroupStorage] = []  # sharded, and whole at present
         self.changes = 0  #: how often the parameters have changed
 

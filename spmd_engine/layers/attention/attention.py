@@ -69,6 +69,8 @@ class Attention(Layer):
         self.may_cut = "bs" + self.across
         #: The letters of each projection's heads.
         self.heads: dict[str, str] = {"query": self.across, "key": "h", "value": "h"}
+        self._patterns = {name: f"bsd,d{h}k->bs{h}k" for name, h in self.heads.items()}
+        self._output_pattern = f"bs{self.across}k,{self.across}kd->bsd"
         self.alibi = Alibi(self.across, self.sizes, config.alibi) if config.alibi else None
         self.qk_norm_rope = QKNormRope(self.heads, self.sizes, config)
         weights, biases = {}, {}
@@ -92,19 +94,19 @@ class Attention(Layer):
 
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across=self.across)
-        q, k, v = (self._project(p, name, x) for name in PROJECTIONS)
+        q, k, v = self._project(p, "query", x), self._project(p, "key", x), self._project(p, "value", x)
         rotations = None if ctx.cache is None else ctx.cache.rotations
         q, k, qk_saved = self.qk_norm_rope.forward(sh, p, q, k, ctx.positions, rotations)
         if self.alibi is not None:
             q, k, v = self.alibi.widen(sh, q, k, v, ctx.positions)
-        limits = self.config.window, self.config.attention_cap
+        window, cap = self.config.window, self.config.attention_cap
         if ctx.cache is not None:
-            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions, *limits), None
+            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions, window, cap), None
         else:
-            mixed, attended = self.context.forward(sh, q, k, v, ctx, *limits)
+            mixed, attended = self.context.forward(sh, q, k, v, ctx, window, cap)
         if self.alibi is not None:
             mixed = rounded(mixed[..., :-1], x.dtype)
-        y = einsum(f"bs{self.across}k,{self.across}kd->bsd", mixed, p["output"])
+        y = einsum(self._output_pattern, mixed, p["output"])
         y = sh.reduce_scatter(y, "b s d", over=self.across, onto="s")
         if "output_bias" in self.parameters:
             add_to(y, p["output_bias"])
@@ -112,9 +114,8 @@ class Attention(Layer):
 
     def _project(self, p, name, x):
         """q, k or v of x[b s d]."""
-        heads = self.heads[name]
-        y = einsum(f"bsd,d{heads}k->bs{heads}k", x, p[name])
-        if f"{name}_bias" in self.parameters:
+        y = einsum(self._patterns[name], x, p[name])
+        if self.config.bias:
             add_to(y, p[f"{name}_bias"])
         return y
 

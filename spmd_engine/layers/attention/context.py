@@ -39,7 +39,7 @@ class ContextMethod(ABC):
 
         Raises UsageError if s is sharded and ``ctx.length`` does not fit this rank's shard.
         """
-        if not sh.is_cut("s"):
+        if not sh.is_sharded("s"):
             visible = _visible(ctx.positions, ctx.documents, window, cap)
             mixed, log_sums = causal_attention(q, k, v, **visible)
             return mixed, (None, ((q, k, v, mixed, log_sums), visible))

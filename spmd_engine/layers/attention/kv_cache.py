@@ -133,8 +133,9 @@ def cached_attention(
         return causal_attention(q, keys, values, numbers, numbers, window=window, cap=cap)[0]
     if group is None:
         if columns.consecutive and q.shape[1] == 1:  # the last columns are the window
-            recent = slice(0 if window is None else max(0, keys.shape[1] - window), None)
-            return attend_to_all(q, keys[:, recent], values[:, recent], cap)
+            if window is not None and window < columns.used:
+                keys, values = keys[:, -window:], values[:, -window:]
+            return attend_to_all(q, keys, values, cap)
         return attend_to_keys(q, keys, values, positions, columns.places, window, cap)[0]
     sizes = group.all_gather(backend_of(q).xp.asarray([q.shape[1]]), label=sh.label).tolist()
     dtype, q = q.dtype, group.all_gather(q, 1, sizes=sizes, label=sh.label)
@@ -196,15 +197,15 @@ class Columns:
 
     def append(self, layer: str, *arrays: Array) -> list[Array]:
         """Append the new columns arrays[b s ...] of a layer; returns its arrays[b t ...]."""
-        used, new = self.used, arrays[0].shape[1]
-        room = self._room.get(layer)
-        if room is None:
-            room = self._room[layer] = [backend_of(x).xp.empty((len(x), used, *x.shape[2:]), x.dtype) for x in arrays]
-        for number, x in enumerate(arrays):
-            if room[number].shape[1] < used:
-                room[number] = _enlarged(room[number], len(x), max(used, int(room[number].shape[1] * GROWTH)))
-            room[number][:, used - new : used] = x
-        return [array[:, :used] for array in room]
+        used, first = self.used, self.used - arrays[0].shape[1]
+        if layer not in self._room:
+            self._room[layer] = [backend_of(x).xp.empty((len(x), used, *x.shape[2:]), x.dtype) for x in arrays]
+        elif (room := self._room[layer][0].shape[1]) < used:
+            columns = max(used, int(room * GROWTH))
+            self._room[layer] = [_enlarged(array, len(array), columns) for array in self._room[layer]]
+        for array, x in zip(self._room[layer], arrays, strict=True):
+            array[:, first:used] = x
+        return [array[:, :used] for array in self._room[layer]]
 
     def add_empty(self, sequences: int) -> None:
         """Append empty sequences."""

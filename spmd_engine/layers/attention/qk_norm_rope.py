@@ -56,6 +56,7 @@ class QKNormRope:
 
     def __init__(self, heads: Mapping[str, str], sizes: Mapping[str, int], config: AttentionConfig) -> None:
         self.rotary = None if config.rotary is None else rotary_with(sizes["k"], config.rotary)
+        self.neighbours = config.rotary is not None and config.rotary.pairs == "neighbours"
         self.rope_before_norm = config.rope_before_norm
         self.factor = 1.0 if config.attention_scale is None else config.attention_scale * sqrt(sizes["k"])
         self.parameters: dict[str, Parameter] = {}
@@ -84,21 +85,28 @@ class QKNormRope:
             if rotations is not None:
                 rotations[self.rotary] = rotation
         before, after = (rotation, None) if self.rope_before_norm else (None, rotation)
-        results, normals = {}, {}
-        for (name, norm), x in zip(self.norms.items(), (q, k), strict=True):
-            x = self._rotated(x, before)
-            if norm is not None:
-                x, normals[name] = norm.forward(sh, x, p[f"{name}_norm"])
-            results[name] = self._rotated(x, after)
-        if self.factor != 1:
-            results["query"] = scaled(results["query"], self.factor)
-        return results["query"], results["key"], (before, after, normals)
+        normals: dict[str, Any] = {}
+        q = self._normed_and_rotated(sh, p, "query", q, before, after, normals)
+        k = self._normed_and_rotated(sh, p, "key", k, before, after, normals)
+        return (q if self.factor == 1 else scaled(q, self.factor)), k, (before, after, normals)
 
-    def _rotated(self, x: Array, rotation: Rotation | None, *, back: bool = False) -> Array:
-        """x[b s h k] with its pairs rotated, if there is a ``rotation``."""
-        if self.rotary is None or rotation is None:
-            return x
-        return rotate(x, rotation, self.rotary.options.pairs == "neighbours", back=back)
+    def _normed_and_rotated(
+        self,
+        sh: Shards,
+        p: Any,
+        name: str,
+        x: Array,
+        before: Rotation | None,
+        after: Rotation | None,
+        normals: dict[str, Any],
+    ) -> Array:
+        """x[b s h k] rotated ``before`` its norm, or ``after`` it, by the rotation that is given; ``normals`` gets what
+        the norm's backward needs."""
+        if before is not None:
+            x = rotate(x, before, self.neighbours)
+        if (norm := self.norms[name]) is not None:
+            x, normals[name] = norm.forward(sh, x, p[f"{name}_norm"])
+        return x if after is None else rotate(x, after, self.neighbours)
 
     def backward(self, sh: Shards, p: Any, saved: Any, gradients: dict[str, Array]) -> dict[str, Array]:
         """Replace ``gradients`` of the results by those of q and k; returns the gradients of the norms' scales."""
@@ -107,11 +115,13 @@ class QKNormRope:
         if self.factor != 1:
             gradients["query"] = scaled(gradients["query"], self.factor)
         for name, norm in self.norms.items():
-            dx = self._rotated(gradients[name], after, back=True)
+            dx = gradients[name]
+            if after is not None:
+                dx = rotate(dx, after, self.neighbours, back=True)
             if norm is not None:
                 scale = f"{name}_norm"
                 dx, scale_gradients[scale] = norm.backward(sh, normals[name], p[scale], dx)
-            gradients[name] = self._rotated(dx, before, back=True)
+            gradients[name] = dx if before is None else rotate(dx, before, self.neighbours, back=True)
         return scale_gradients
 
 

@@ -19,18 +19,11 @@ def _read_cohere2(config: Config, shape: Any) -> Any:
     return _read(config, shape)
 
 
-def _write(shape: Any) -> dict[str, Any]:
-    return {"logit_scale": 1 / shape.logits_divisor, "use_qk_norm": False}
-
-
-def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
-    return shape.changed(logits_divisor=1 / facts["logit_scale"])
-
-
-def _write_gguf(shape: Any) -> dict[str, Any]:
-    return {"logit_scale": 1 / shape.logits_divisor}
-
-
+_GGUF = Gguf(
+    "command-r",
+    read=lambda facts, tensors, shape: shape.changed(logits_divisor=1 / facts["logit_scale"]),
+    write=lambda shape: {"logit_scale": 1 / shape.logits_divisor},
+)
 _FIELDS = (
     family.SIZES | family.TIED | family.SILU | family.GROUPED | family.ATTENTION_BIAS | family.defaults(context=8192)
 )
@@ -45,8 +38,8 @@ COHERE = Family(
     required={"use_qk_norm": False},
     rope=Rope(pairs="neighbours"),
     read=_read,
-    write=_write,
-    gguf=Gguf("command-r", read=_read_gguf, write=_write_gguf),
+    write=lambda shape: {"logit_scale": 1 / shape.logits_divisor, "use_qk_norm": False},
+    gguf=_GGUF,
 )
 COHERE2 = replace(
     COHERE,
@@ -60,5 +53,5 @@ COHERE2 = replace(
     ignored=("use_parallel_embedding",),
     windows=SlidingWindow(4096, every=4, pattern=True, rotary_only="always"),
     read=_read_cohere2,
-    gguf=Gguf("cohere2", window=4096, read=_read_gguf, write=_write_gguf)
+    gguf=replace(_GGUF, architecture="cohere2", window=4096)
 )  # fmt: skip

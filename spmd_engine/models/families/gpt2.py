@@ -1,7 +1,5 @@
 """GPT-2."""
 
-from typing import Any
-
 from spmd_engine.models.families.family import GPT_CONSTANTS, TIED, Family, Gguf, Modules
 
 GPT2_FIELDS = TIED | {
@@ -17,11 +15,6 @@ GPT_NEO_ATTENTION: Modules = {
     "output": "attn.attention.out_proj"
 }  # fmt: skip
 
-
-def _write(shape: Any) -> dict[str, Any]:
-    return {"n_ctx": shape.context, "activation_function": "gelu_new"}
-
-
 GPT2 = Family(
     "gpt2",
     "learned positions, layer norms, GELU, biases",
@@ -32,6 +25,6 @@ GPT2 = Family(
     transposed=True,
     rope=None,
     read=lambda config, shape: shape.changed(key_value_heads=None),
-    write=_write,
+    write=lambda shape: {"n_ctx": shape.context, "activation_function": "gelu_new"},
     gguf=Gguf("gpt2", joins_rows=True),
 )

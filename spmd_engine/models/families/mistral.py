@@ -3,7 +3,7 @@
 from typing import Any
 
 from spmd_engine.models.families import family
-from spmd_engine.models.families.family import Config, Experts, Family, Gguf, Rope, SlidingWindow
+from spmd_engine.models.families.family import Experts, Family, Gguf, Rope, SlidingWindow
 
 _MIXTRAL_EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
 _FIELDS = family.RMS | family.defaults(context=131072, epsilon=1e-6)
@@ -47,18 +47,14 @@ MIXTRAL = Family(
 # --- Ministral 3: queries have a factor, which is 1 up to the context before positions were scaled
 
 
-def _read_ministral3(config: Config, shape: Any) -> Any:
-    return shape.changed(context=min(shape.context, config["rope_parameters"]["original_max_position_embeddings"]))
+def _up_to(context: int, shape: Any) -> Any:
+    return shape.changed(context=min(shape.context, context))
 
 
 def _write_ministral3(shape: Any) -> dict[str, Any]:
     from spmd_engine.models.hf.rope import rope_fields
 
     return {"rope_parameters": rope_fields(shape.rotary) | {"llama_4_scaling_beta": 0.1}, "rope_scaling": None}
-
-
-def _read_ministral3_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
-    return shape.changed(context=min(shape.context, shape.rotary.original_context))
 
 
 MINISTRAL3 = Family(
@@ -68,13 +64,13 @@ MINISTRAL3 = Family(
     family.LLAMA_MODULES,
     required={"sliding_window": None},
     rope=Rope(1e6, ignored=("llama_4_scaling_beta", "max_position_embeddings")),
-    read=_read_ministral3,
+    read=lambda config, shape: _up_to(config["rope_parameters"]["original_max_position_embeddings"], shape),
     write=_write_ministral3,
     gguf=Gguf(
         "mistral3",
         lambda facts: facts.get("rope.scaling.type") == "yarn",
         reordered=True,
         ignored=("attention.temperature_scale",),
-        read=_read_ministral3_gguf,
+        read=lambda facts, tensors, shape: _up_to(shape.rotary.original_context, shape),
     ),
 )

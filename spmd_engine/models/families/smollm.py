@@ -19,10 +19,6 @@ def _read(config: Config, shape: Any) -> Any:
     return shape.changed(no_rope_layers=as_text(layer for layer in range(shape.layers) if not rotates[layer]))
 
 
-def _write(shape: Any) -> dict[str, Any]:
-    return {"no_rope_layers": [int(shape.has_rope(layer)) for layer in range(shape.layers)]}
-
-
 def _read_gguf(facts: Config, tensors: Any, shape: Any) -> Any:
     return shape.changed(no_rope_layers=as_text(block for block in range(shape.layers) if block % 4 == 3))
 
@@ -37,6 +33,6 @@ SMOLLM3 = Family(
     rope=Rope(2e6),
     windows=SlidingWindow(switch=True, has_window=lambda config, shape, layer: not shape.has_rope(layer)),
     read=_read,
-    write=_write,
+    write=lambda shape: {"no_rope_layers": [int(shape.has_rope(layer)) for layer in range(shape.layers)]},
     gguf=Gguf("smollm3", reordered=True, read=_read_gguf),
 )

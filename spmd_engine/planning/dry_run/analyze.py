@@ -224,11 +224,7 @@ class DryRun:
                 stack.enter_context(chunk.wrapped(partial(RecordedLayer, recorded, {})))
             recorder.restart()
             assigned.follow(mesh.others.take())
-            communications, peak = recorder.finish()
-            constants = sum(meter.constants.values())
-            about = recorder.computations, communications, recorder.timeline, peak
-            held = {"saved": recorder.saved, "temporaries": recorder.temporaries, "constants": constants}
-            return RankStep({}, *about, **held), list(meter.notes)
+            return recorder.finish({}), list(meter.notes)
 
 
 def _prepare_optimizer(optimizer: Optimizer, engine: ShardedEngine, recorder: Recorder) -> Optimizer:
@@ -244,26 +240,14 @@ def _record_step(
     engine: ShardedEngine, optimizer: Optimizer, recorder: Recorder, compute: Callable[[], None]
 ) -> RankStep:
     """Record a step: ``compute`` (forward and backward), the gradient norm, and the update."""
-    meter = recorder.meter
-    before = {kind: size for kind, size in meter.held.items() if size}
+    before = {kind: size for kind, size in recorder.meter.held.items() if size}
     recorder.restart()
     compute()
     with recorder.phase(Phase("gradient norm", phase=Phases.NORM)):
         engine.gradient_norm()
     with recorder.phase(Phase("update", phase=Phases.UPDATE)):
         optimizer.update(engine, engine.gradients, step=1, rate=1.0)
-    communications, peak = recorder.finish()
-    return RankStep(
-        engine.mesh.coordinates,
-        recorder.computations,
-        communications,
-        recorder.timeline,
-        peak,
-        before=before,
-        saved=recorder.saved,
-        temporaries=recorder.temporaries,
-        constants=sum(meter.constants.values()),
-    )
+    return replace(recorder.finish(engine.mesh.coordinates), before=before)
 
 
 def _uneven_summed_parts(

@@ -41,9 +41,8 @@ class LayerPass:
     tops: list[int]  #: peak bytes of each computation, above what was held at the beginning
     communications: list[Communication]
     begun: list[int]  #: indices of the ``communications`` that are under way at the end
-    ended: list[tuple[int, int, int]] = field(
-        default_factory=list
-    )  #: earlier communications that end: (index, computation, bytes received)
+    #: earlier communications that end: (index, computation, bytes received)
+    ended: list[tuple[int, int, int]] = field(default_factory=list)
     kept: int = 0  #: bytes kept for later calls, without inputs and outputs
     keeps: frozenset[str] = frozenset()  #: which of X, Y and DY are kept as well
     result: ShapeAndDtype | None = None  #: the result's shape and dtype; None: no result
@@ -61,9 +60,8 @@ class PassCache:
         self.passes: dict[Hashable, LayerPass] = {}
         self.lock = RLock()
         self._numbers: dict[Hashable, int] = {}
-        self._kinds: dict[
-            int, tuple[Layer, int]
-        ] = {}  # by the layer's id; the layer is kept so that its id is not reused
+        # By the layer's id; the layer is kept so that its id is not reused.
+        self._kinds: dict[int, tuple[Layer, int]] = {}
 
     def kind(self, layer: Layer) -> int:
         """A number that is equal for equal layers."""

@@ -129,7 +129,7 @@ def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | Non
         from spmd_engine.planning.simulator.check_prediction import routed_labels
 
         shape = engine.model, engine.mesh.all_axes, job.composition
-        found = {"layout": engine.layout, "nodes": engine.mesh.nodes_by_rank, "documents": workload.data.documents}
-        return analyze(*shape, **found, **step_of(job)), routed_labels(engine.model)
+        options = {"layout": engine.layout, "nodes": engine.mesh.nodes_by_rank, "documents": workload.data.documents}
+        return analyze(*shape, **options, **step_of(job)), routed_labels(engine.model)
 
     return FirstStepCheck(engine, predict, enforced=enforced)

@@ -33,8 +33,8 @@ class ModelShard:
     node: str
     layers: tuple[str, ...]  #: empty for an engine that is no list of layers
     parameters: tuple[ParameterShard, ...]
-    bytes: int  #: of parameters, gradients and optimizer state, between steps
-    flops: int  #: of matrix products, in a step
+    bytes: int  #: size of parameters, gradients and optimizer state, between steps
+    flops: int  #: those of matrix products, in a step
     activations: int  #: bytes that the forward of a micro-batch keeps
     communication: tuple[CommunicationPoint, ...]
     depends_on: tuple[str, ...]  #: the shards whose outputs are its inputs
@@ -59,10 +59,9 @@ class _ShardTable:
         for rank, step in enumerate(self._steps):
             calls = _calls_by_chunk(step)
             for chunk, layers in self._chunks[rank].items():
-                parameters = tuple(
-                    each for each in step.shards if not layers or set(each.layers) & set(layers) or not each.layers
-                )  # a stage may hold layers that it does not compute
-                states = (each.requires["gradient"] + each.requires["optimizer_state"] for each in parameters)
+                mine = set(layers)  # a stage may hold layers that it does not compute
+                parameters = tuple(part for part in step.shards if not (mine and part.layers) or mine & {*part.layers})
+                states = (part.requires["gradient"] + part.requires["optimizer_state"] for part in parameters)
                 others = self._members(rank, (PIPE, *uneven_axes(self._axes)))
                 before = [other for other in others if chunk - 1 in self._chunks[other]]
                 yield ModelShard(
@@ -72,8 +71,8 @@ class _ShardTable:
                     self._nodes[rank],
                     layers,
                     parameters,
-                    sum(each.stored_bytes for each in parameters) + sum(states),
-                    sum(each.flops for each in step.computations if (each.chunk or 0) == chunk),
+                    sum(part.stored_bytes for part in parameters) + sum(states),
+                    sum(computation.flops for computation in step.computations if (computation.chunk or 0) == chunk),
                     sum(step.saved.get(layer, 0) for layer in layers),
                     tuple(self._points(rank, chunk, calls[chunk])),
                     tuple(self._id(other, chunk - 1) for other in before),
@@ -85,8 +84,8 @@ class _ShardTable:
     def _kind(self, parameters: Sequence[ParameterShard]) -> str:
         kinds = {
             "layers": self._pipe,
-            "tensors": any(each.shape != each.whole_shape for each in parameters),
-            "state": any(each.owned_bytes < each.bytes for each in parameters),
+            "tensors": any(parameter.shape != parameter.whole_shape for parameter in parameters),
+            "state": any(parameter.owned_bytes < parameter.bytes for parameter in parameters),
         }
         return ", ".join(kind for kind, is_sharded in kinds.items() if is_sharded) or "replica"
 
@@ -126,12 +125,11 @@ def _layers_by_chunk(step: RankStep) -> dict[int, tuple[str, ...]]:
 def _calls_by_chunk(step: RankStep) -> dict[int, list[Communication]]:
     """The calls that send something, by the chunk that waits for them, or that has computed what they send."""
     calls: dict[int, list[Communication]] = defaultdict(list)
-    chunks = [0]  # of each computation, or of the last one before that has layers
+    chunks = [0]  # the chunk of each computation, or of the last one before that has layers
     for computation in step.computations:
         chunks.append((computation.chunk or 0) if computation.layer else chunks[-1])
     for call in step.communications:
         if call.sent:
-            calls[
-                chunks[min(call.ends + 1, len(chunks) - 1) if call.operation == "all_gather" else call.begins]
-            ].append(call)
+            at = min(call.ends + 1, len(chunks) - 1) if call.operation == "all_gather" else call.begins
+            calls[chunks[at]].append(call)
     return calls

@@ -110,7 +110,7 @@ def uneven_parts(groups: Iterable[ParameterGroup], axes: Mapping[str, int]) -> l
     along axes that do not shard them."""
     parts: list[UnevenParts] = []
     for group in groups:
-        summed, over = group.summed, group.summed.cut
+        summed, over = group.summed, group.summed.sharded
         if not summed.stages and not any(axes[axis] > 1 for axis in summed.over if axis not in over):
             continue
         lengths = tuple(part.stop - part.start for part in group.intervals(prod(axes[axis] for axis in over)))
@@ -150,7 +150,7 @@ def slot_table_bytes(analysis: StepAnalysis, nodes: Sequence[str]) -> list[int]:
     for position, node in zip(coordinates, nodes, strict=False):  # helper ranks come last
         on_node[node].append(position)
     sizes = [0] * analysis.ranks
-    for rank_class in analysis:
+    for rank_class in analysis.classes:
         groups = _distinct_groups(analysis.axes, rank_class.step.groups, rank_class.step.coordinates)
         for rank in rank_class.ranks if rank_class.step.coordinates else ():  # a helper rank has no groups
             near = on_node[nodes[rank]]

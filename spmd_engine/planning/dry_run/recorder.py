@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from spmd_engine.planning.dry_run.step_analysis import (
     Phases,
     Product,
     Products,
+    RankStep,
 )
 
 RECEIVED = "communication buffers"  #: the kind of memory of messages that arrive before they are waited for
@@ -158,15 +159,17 @@ class Recorder:
         computation ``begun``."""
         self._arriving.append((begun, len(self.computations), size))
 
-    def finish(self) -> tuple[list[Communication], Peak]:
-        """All communications, and the peak."""
+    def finish(self, coordinates: Mapping[str, int]) -> RankStep:
+        """The recorded step of a rank at these coordinates."""
         self.flush()
         for begun, end, size in self._arriving:
             for number in range(begun, end):
                 held = self.timeline[number].bytes_by_kind
                 self.timeline[number] = Moment(number, {**held, RECEIVED: held.get(RECEIVED, 0) + size})
-        last = len(self.computations)
-        return [call.as_communication(last) for call in self.communications], self._find_peak()
+        communications = [call.as_communication(len(self.computations)) for call in self.communications]
+        what = self.computations, communications, self.timeline, self._find_peak()
+        held = {"saved": self.saved, "temporaries": self.temporaries}
+        return RankStep(coordinates, *what, **held, constants=sum(self.meter.constants.values()))
 
     def _find_peak(self) -> Peak:
         """The peak, with the bytes held then by kind and phase."""

@@ -99,7 +99,7 @@ class Computation:
     bytes_written: int = 0
     loaded: int = 0  #: bytes that come back from where they were offloaded
     stored: int = 0  #: bytes that are offloaded
-    launches: int = 0  #: of a device; 0 on a host
+    launches: int = 0  #: kernels of a device; 0 on a host
     waits: int = 0  #: how often the host waits for the device
     copies: int = 0  #: arrays that are copied to the device
 
@@ -222,9 +222,8 @@ class RankStep:
     shards: Sequence[ParameterShard] = ()
     before: Mapping[str, int] = field(default_factory=dict)  #: bytes by kind, held between steps
     saved: Mapping[str, int] = field(default_factory=dict)  #: bytes that a layer's forward keeps, output included
-    temporaries: Mapping[str, int] = field(
-        default_factory=dict
-    )  #: peak bytes above what is kept, by a computation's name
+    #: peak bytes above what is kept, by a computation's name
+    temporaries: Mapping[str, int] = field(default_factory=dict)
     groups: Sequence[GroupKey] = ()  #: the groups that the rank communicates in
     constants: int = 0  #: bytes of the index tables that convolution kernels keep
 
@@ -357,9 +356,6 @@ class StepAnalysis:
             for (operation, axes), (calls, sent) in self.totals().items()
         ]
         return plain | {"bytes_sent": self.bytes_sent, "peak_bytes": self.peak_bytes_by_rank(), "totals": totals}
-
-    def __iter__(self) -> Iterator[RankClass]:
-        return iter(self.classes)
 
 
 # --- The critical path: the longest chain of computations through all ranks, by FLOPs, that the end of a step waits for

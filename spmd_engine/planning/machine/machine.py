@@ -83,10 +83,8 @@ class NodeKind(Configuration):
     #: cores that the ranks of a node share; None: each rank has its own device
     cores: float | None = setting(None, least=0)
     kind: str = setting("cloud", choices=KINDS)
-    processors: int = setting(
-        0, least=0
-    )  #: processors of a device; each computes one tile of a product at a time; 0: any number
-
+    #: processors of a device; each computes one tile of a product at a time; 0: any number
+    processors: int = setting(0, least=0)
     #: seconds in which the host launches a kernel, and in which it waits for an idle device; 0: no device, or unknown
     launch_seconds: float = setting(0.0, least=0)
     sync_seconds: float = setting(0.0, least=0)
@@ -125,7 +123,7 @@ class NodeCapabilities:
     """What all ranks of a node have together."""
 
     node: int  #: its number
-    name: str  #: of its kind
+    name: str  #: name of its kind
     kind: str  #: one of KINDS
     ranks: int
     compute: float  #: FLOP/s in the largest products, while all ranks compute
@@ -166,9 +164,8 @@ class Machine(Configuration):
     name: str
     nodes: tuple[NodeKind, ...]
     between: Link  #: the link between nodes
-    pairs: Mapping[tuple[int, int], Link] = field(
-        default_factory=dict
-    )  #: links of single pairs of ranks, in both directions
+    #: links of single pairs of ranks, in both directions
+    pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     topology: Topology = Topology()
     fitted: Fitted = Fitted()
     source: str = ""  #: the source of the numbers
@@ -204,15 +201,15 @@ class Machine(Configuration):
 
     def capabilities(self, dtype: str = "float32") -> list[NodeCapabilities]:
         """What each node has; raises UsageError for a dtype without a speed."""
-        found = []
+        listed = []
         for number, node in self.places:
-            if number == len(found):
+            if number == len(listed):
                 compute = node.ranks / node.contention * self.curve(node, dtype).most
                 lanes = min(self.between.lanes or node.ranks, node.ranks)
                 memory = node.ranks * node.memory_of_rank
                 bandwidth = lanes * self.between.bandwidth
-                found.append(NodeCapabilities(number, node.name, node.kind, node.ranks, compute, memory, bandwidth))
-        return found
+                listed.append(NodeCapabilities(number, node.name, node.kind, node.ranks, compute, memory, bandwidth))
+        return listed
 
     @property
     def device(self) -> str:
@@ -251,7 +248,7 @@ class Machine(Configuration):
         positions = {rank: position for position, rank in enumerate(order)}
         pairs = {(positions[a], positions[b]): link for (a, b), link in self.pairs.items()}
         pairs = {(min(pair), max(pair)): link for pair, link in pairs.items()}
-        values = {each.name: getattr(self, each.name) for each in fields(Machine)}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(Machine)}
         return PlacedMachine(**{**values, "pairs": pairs}, order=tuple(order))
 
     def with_fitted(self, **values: float) -> Machine:

@@ -38,13 +38,13 @@ IMAGES = (1, 8, 64)  #: images of a 3x3 convolution, with 16 rows, 16 columns an
 #: those in steps; products of cached operands are up to twice as fast, of operands in memory 0.8 times.
 POOL = 1 << 24
 DEVICE_POOL = 1 << 28
-LAUNCHES = 500  #: of a tiny kernel, which measure what one costs; fewer than CUDA queues
+LAUNCHES = 500  #: launches of a tiny kernel, which measure what one costs; fewer than CUDA queues
 SMALL, LARGE = 8, 1 << 20  #: bytes of messages that measure latency and bandwidth
 DISK = 512 << 20  #: bytes that each rank writes and reads to measure the disk: caches make it quicker for few
 BLOCK = 8 << 20  #: bytes of an array that is copied to the disk and back
 SECONDS = 6.0  #: about how long products, convolutions and memory are measured
 REPEATS = 5
-TURNS = 3  #: of the disk
+TURNS = 3  #: turns in which the disk is measured
 TINY = 50  #: all_reduces that measure the latency
 OVERSUBSCRIBED = 8  #: ranks per core of the machine file
 PROBE = 0.3  #: seconds in which all ranks compute, to find the share of their cores that they get

@@ -23,10 +23,10 @@ def choose_products(
         products.use({})
         return []
     libraries, why_not = _loaded(choice)
-    found = {name: library.version for name, library in libraries.items()}
-    by_rank = gather_json(group, [found, why_not], label="products")
+    mine = {name: library.version for name, library in libraries.items()}
+    by_rank = gather_json(group, [mine, why_not], label="products")
     notices = [why for _, why in by_rank if why][:1]
-    usable = [name for name in libraries if all(versions.get(name) == found[name] for versions, _ in by_rank)]
+    usable = [name for name in libraries if all(versions.get(name) == mine[name] for versions, _ in by_rank)]
     if not notices and any(versions != by_rank[0][0] for versions, _ in by_rank):
         notices = ["products: ranks have different libraries installed; those that not all have are not used"]
 

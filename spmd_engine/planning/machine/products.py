@@ -33,7 +33,7 @@ TURNS = 7
 _MOST = 1 << 16  # bytes of the file
 _TURN = 4e-3  # seconds of a turn
 _CALL = 1e-3  # seconds that a first call may take in addition
-_TOLERANCE = 2.0**-6  # of the check of a library's results, relative to the largest
+_TOLERANCE = 2.0**-6  # largest error of a library's results, relative to the largest result
 
 #: Operations a second, by dtype, size class and library.
 Rates = Mapping[str, Mapping[str, Mapping[str, float]]]
@@ -42,15 +42,15 @@ Rates = Mapping[str, Mapping[str, Mapping[str, float]]]
 def fastest(names: Sequence[str], again: bool = False) -> list[tuple[str, str, str]]:
     """Dtype, size class and the fastest of these libraries where it is not NumPy, measured now or in an earlier job."""
     rates, several_threads = kept_rates(names, again), blas_threads() > 1
-    found = []
+    chosen = []
     for dtype, by_size in rates.items():
         for size, by_library in by_size.items():
             usable = (name for name in names if not (several_threads and LIBRARIES[name].one_thread))
             known = {name: by_library[name] for name in usable if name in by_library}
             best = max(known, key=known.__getitem__, default=NUMPY)
             if best != NUMPY and known[best] > MARGIN * by_library[NUMPY]:
-                found.append((dtype, size, best))
-    return found
+                chosen.append((dtype, size, best))
+    return chosen
 
 
 def rates_file(libraries: Sequence[ProductLibrary]) -> Path | None:
@@ -102,7 +102,7 @@ def _read(file: Path) -> Rates | None:
             return None
         content = parse_json(read_text(file, _MOST))
         rates = {dtype: {size: dict(content[dtype][size]) for size in SIZES} for dtype in DTYPES}
-        numbers = [(by_library[NUMPY], *by_library.values()) for each in rates.values() for by_library in each.values()]
+        numbers = [(by_library[NUMPY], *by_library.values()) for part in rates.values() for by_library in part.values()]
         fits = all(type(rate) in (int, float) and 0 < rate < np.inf for rate in chain(*numbers))
     except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return None

@@ -91,10 +91,10 @@ class CostModel:
         key = candidate.axes, samples, candidate.sequence_parallel, candidate.recompute, candidate.zero, first
         if key not in self._results:  # not by ``once``: this is called for each bound
             self._results[key] = self._sharded(candidate, first)
-        found = self._results[key]
-        if found is None:
+        sharded = self._results[key]
+        if sharded is None:
             return None
-        layers, update = found
+        layers, update = sharded
         return Estimator(self, candidate, layers, update, self._slowdowns(candidate))
 
     def check_layers(self) -> None:

@@ -43,7 +43,7 @@ class Estimate:
     parts: Mapping[str, float] = field(default_factory=dict)  #: seconds by cause
     holds: Mapping[str, float] = field(default_factory=dict)  #: bytes by kind, on the rank that holds most
     stage: int = 0  #: the stage of the rank that holds most
-    evaluation: PlanEvaluation | None = None  #: of the whole step; then seconds, memory, sent and work are the step's
+    evaluation: PlanEvaluation | None = None  #: after it, seconds, memory, sent and work are those of the whole step
     closed: Estimate | None = None  #: the estimate before that
 
     @property
@@ -101,12 +101,12 @@ class Estimator:
         self.model, self.candidate, self.m, self.pipe = model, candidate, candidate.micro_batches, candidate.pipe
         self.layers, self.update, self.slowdowns = layers, update, slowdowns
         self.summed, self.stored, self.replicas, stages = model.groups(candidate.axes)
-        self.shards = len(self.stored)  #: of ZeRO
+        self.shards = len(self.stored)  #: the number of ZeRO's shards
         self.next_stage = stages[1] if self.pipe > 1 else 1  #: the distance to the rank of the next stage
         sharded_axes = STORED if self.shards > 1 else ()
         self.table = array_table(candidate.zero, sharded_axes, model.dtype, places=candidate.places)
         self.itemsize = model.dtype.itemsize
-        self.wide = accumulated_in(model.dtype).itemsize  #: of a gradient, and of what the optimizer updates
+        self.wide = accumulated_in(model.dtype).itemsize  #: bytes of an element that is summed or updated
         self.node = model.machine.nodes[0]
         self.neighbours = min(candidate.ranks, self.node.ranks)  #: ranks on a node
 

@@ -64,13 +64,13 @@ def improved(
     """
     scores: dict[T, tuple[float, ...]] = {}
 
-    def scored(each: T) -> tuple[float, ...]:
-        if each not in scores:
-            scores[each] = score(each)
-        return scores[each]
+    def scored(point: T) -> tuple[float, ...]:
+        if point not in scores:
+            scores[point] = score(point)
+        return scores[point]
 
     def affordable(several: Iterable[T]) -> Iterable[T]:
-        return takewhile(lambda each: each in scores or not scores or budget.left, several)
+        return takewhile(lambda point: point in scores or not scores or budget.left, several)
 
     for start in affordable(starts):
         scored(start)
@@ -78,5 +78,5 @@ def improved(
         current: T | None = start
         while current is not None:
             least = scores[current]
-            current = next((each for each in affordable(near(current)) if scored(each) < least), None)
+            current = next((point for point in affordable(near(current)) if scored(point) < least), None)
     return sorted(scores, key=scored)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 OFFLOADS = ("optimizer", "activations", "optimizer,activations", "optimizer,parameters,activations")
 RECOMPUTED = ("none", "attention", "block")  #: the more, the less memory
 LEAST_GAIN = 0.002  #: share of a step that another order of ranks must save
-MOST_EVALUATIONS = 1_000  #: of the search for the best plan of each single strategy
+MOST_EVALUATIONS = 1_000  #: most evaluations of the search for the best plan of each single strategy
 
 
 def places_on(machine: Machine, zero: int = 0, choices: Sequence[str | None] = OFFLOADS) -> list[str | None]:
@@ -93,7 +93,7 @@ def with_order(plans: PlanSearch, candidate: Candidate) -> Iterator[Candidate]:
         order = other.order or listed
         if (estimate := divided(order)) is not None:
             yield estimate.candidate
-        yield from (in_order(each, stages=other.stages) for each in few or orders.near(order))
+        yield from (in_order(neighbour, stages=other.stages) for neighbour in few or orders.near(order))
 
     proposed = proposed_orders(
         request.placement, plan.evaluation.analysis, orders, request.limits.memory_by_rank(orders.machine)
@@ -156,17 +156,17 @@ def with_other_choice(
 
 def _best_of_strategy(plans: PlanSearch, space: SearchSpace, zeros: Sequence[int | None]) -> Estimate | None:
     """The best plan on a mesh with one of these ZeRO stages; if none keeps the limits, the one with least memory."""
-    found, limits = [], plans.limits
+    best_plans, limits = [], plans.limits
     for zero in zeros:
         for tried_limits, goal in ((limits, plans.request.goal), (Limits(), "memory")):
             budget = plans.budget.part(most=MOST_EVALUATIONS)
             on_mesh = replace(space, zero=zero)
             if best := search(plans.model, on_mesh, tried_limits, goal, budget, front=False, keep=1).best:
-                found.append(best[0])
+                best_plans.append(best[0])
                 break
-    fitting = [plan for plan in found if not limits.broken(plan)]
+    fitting = [plan for plan in best_plans if not limits.broken(plan)]
     goal = plans.request.goal if fitting else "memory"
-    return min(fitting or found, key=lambda plan: objective(goal, plan), default=None)
+    return min(fitting or best_plans, key=lambda plan: objective(goal, plan), default=None)
 
 
 def _list_options(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -216,8 +216,8 @@ def assigned_stages(plans: PlanSearch) -> Iterator[list[Candidate]]:
             for layers in divide(space.model, frugal.pipe, frugal.composition(request.base).division):
                 names = list(dict.fromkeys(space.model.layers[number][0].split("/")[0] for number in layers))
                 reduced = [_assigned(frugal, names[-count:], rank) for count in range(1, len(names) + 1)]
-                fewest = bisect_left(reduced, True, key=lambda each: _owners_fit(plans, each))
-                yield from [[replace(each, assign=few.assign) for each in several] for few in reduced[fewest:][:1]]
+                fewest = bisect_left(reduced, True, key=lambda other: _owners_fit(plans, other))
+                yield from [[replace(other, assign=few.assign) for other in several] for few in reduced[fewest:][:1]]
 
 
 def differences(one: Candidate, other: Candidate) -> int:
@@ -229,7 +229,7 @@ def _assigned(plan: Candidate, names: Sequence[str], rank: int) -> Candidate:
     """The candidate with consecutive layers and blocks, by name, on a helper rank."""
     runs = [list(run) for _, run in groupby(names, key=lambda name: name.rstrip(digits))]
     layers = [f"{run[0]}-{run[-1].removeprefix(run[0].rstrip(digits))}" if run[1:] else run[0] for run in runs]
-    return replace(plan, assign=",".join(f"{each}:rank{rank}" for each in layers))
+    return replace(plan, assign=",".join(f"{span}:rank{rank}" for span in layers))
 
 
 def _owners_fit(plans: PlanSearch, candidate: Candidate) -> bool:
@@ -270,8 +270,8 @@ def _divisions(plans: PlanSearch, plan: Candidate) -> list[tuple[int, ...]]:
         memory[stage] += limits[rank]
         speed[stage] += machine.curve(node, str(plans.model.dtype)).most / node.contention
     held = layers.elements * 4 * estimator.wide + layers.kept * (plan.pipe + 1) / 2  # 1F1B: 1 to p micro-batches
-    found = [
+    divisions = [
         best_division(list(costs), plan.pipe, slowdowns=list(shares.sum() / shares))
         for costs, shares in ((held, memory), (layers.work, speed))
     ]
-    return [stages for stages in dict.fromkeys(found) if stages is not None]
+    return [stages for stages in dict.fromkeys(divisions) if stages is not None]

@@ -41,7 +41,7 @@ from spmd_engine.planning.search.search_space import Candidate, SearchSpace, bro
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, evaluate_step
 from spmd_engine.units import readable_bytes, readable_seconds
 
-EVALUATIONS = 450_000  #: of a request, as ``Budget`` counts them
+EVALUATIONS = 450_000  #: evaluations of a request, as ``Budget`` counts them
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches that fill the pipeline; larger steps are only estimated
 ORDER_SHARE = 0.25  #: share of the evaluations for trying orders of unequal ranks
 FIRST_SHARE = 0.75  #: share of the budget for the search without offloading, if one with it may follow
@@ -169,8 +169,8 @@ class PlanSearch:
         if result.plan is not None:
             recomputes = result.plan.candidate.recompute != "none"
             other = self._with_offload(result, budget)[0] if recomputes and may_offload and budget.left else None
-            found = [each for each in (other, result) if each is not None and each.plan is not None]
-            return min(found, key=lambda each: self._goal_of(each.search.best[0]))
+            planned = [one for one in (other, result) if one is not None and one.plan is not None]
+            return min(planned, key=lambda one: self._goal_of(one.search.best[0]))
         forbidden = [name for name in FALLBACKS if request.fallback is not None and name not in allowed]
         # What is left in the end is for the reason; each try gets as much as each phase that follows.
         phases = {name: n for names in (allowed, forbidden) for n, name in enumerate(reversed(names), 2)}
@@ -185,8 +185,8 @@ class PlanSearch:
             return self._without_estimates(result, near(self), what, part), explain
 
         others = [tried(name) for name in allowed]
-        if found := [other for other, _ in others if other is not None and other.plan is not None]:
-            return min(found, key=lambda other: self._goal_of(other.search.best[0]))
+        if planned := [other for other, _ in others if other is not None and other.plan is not None]:
+            return min(planned, key=lambda other: self._goal_of(other.search.best[0]))
         result, explain = next(((other, why) for other, why in others if other is not None), (result, explain))
         found_by = ((name, tried(name)[0]) for name in forbidden)
         helps = next((f"--fallback {name}" for name, other in found_by if other and other.plan), "")
@@ -208,31 +208,32 @@ class PlanSearch:
         """The best plan of the space; or none, with the closest plan, and a function that finds the reason."""
         request, tightened = self.request, self.limits
         for _ in range(MOST_SEARCHES):
-            found = search(self.model, space, tightened, request.goal, budget)
-            if not found.best:
-                self._check_space(space, found)
+            searched = search(self.model, space, tightened, request.goal, budget)
+            if not searched.best:
+                self._check_space(space, searched)
                 break
-            if found.best[0].candidate.recompute == "none":
+            if searched.best[0].candidate.recompute == "none":
                 budget = self.budget  # no search with offloading follows
-            if fitting := self._simulate(found.best, budget):
-                return self._choose(space, found, fitting, budget), Conflict
+            if fitting := self._simulate(searched.best, budget):
+                return self._choose(space, searched, fitting, budget), Conflict
             tightened = _tighten(tightened, self.limits, list(self.plans.values()))
         closest = search(self.model, space, Limits(), "memory", budget.part(most=MOST_CLOSEST), front=False).best
+        closest = [*searched.near, *closest]
         if fitting := self._simulate(closest, budget.part(CLOSEST_SHARE)):  # although their estimates break the limits
-            return self._choose(space, replace(found, best=[]), fitting, budget), Conflict
+            return self._choose(space, replace(searched, best=[]), fitting, budget), Conflict
         self.model.check_layers()
         plans = list(self.plans.values())
-        nearest = min(plans, key=lambda plan: objective("memory", plan), default=None)
+        nearest = min(plans, key=lambda plan: (self.limits.excess(plan), objective("memory", plan)), default=None)
         if nearest is not None:
             nearest = self.simulated(nearest.closed or nearest)
         result = PlanResult(
             request,
-            found,
+            searched,
             conflict=Conflict([*tightened.names, *request.fixed], decided=False),
             nearest_evaluation=nearest.evaluation if nearest is not None else None,
             **self._ended,
         )
-        return result, partial(self._explain, space, tightened, found.complete, plans, nearest)
+        return result, partial(self._explain, space, tightened, searched.complete, plans, nearest)
 
     def _simulate(self, estimates: Iterable[Estimate], budget: Budget) -> list[Candidate]:
         """Simulate plans with their refinements in a new search, the first in any case; those that keep the limits."""
@@ -248,7 +249,7 @@ class PlanSearch:
         """The goal of the best of a candidate and what other orders and shares make of it; inf if none fits."""
         if candidate not in self._scores:
             tried = [candidate, *neighbours.with_order(self, candidate)]
-            tried += [other for each in tried for other in neighbours.with_shares(self, each)]
+            tried += [other for ordered in tried for other in neighbours.with_shares(self, ordered)]
             plans = [plan for plan in map(self.plan, tried) if self._keeps_all(plan)]
             self._scores[candidate] = min(map(self._goal_of, plans), default=(inf,))
         return self._scores[candidate]
@@ -261,8 +262,8 @@ class PlanSearch:
         """How the search has ended, for its result."""
         return {"took": perf_counter() - self._began, "late": self.budget.stopped}
 
-    def _check_space(self, space: SearchSpace, found: SearchResult) -> None:
-        if not found.candidates:
+    def _check_space(self, space: SearchSpace, searched: SearchResult) -> None:
+        if not searched.candidates:
             ranks, batches = ", ".join(map(str, space.ranks)), ", ".join(map(str, space.batch_sizes))
             raise UsageError(
                 f"{space.model.name} cannot be distributed over {ranks} ranks with a batch of {batches} and the "
@@ -270,7 +271,7 @@ class PlanSearch:
             )
 
     def _choose(
-        self, space: SearchSpace, found: SearchResult, starts: Sequence[Candidate], budget: Budget
+        self, space: SearchSpace, searched: SearchResult, starts: Sequence[Candidate], budget: Budget
     ) -> PlanResult:
         """The best simulated plan that keeps the limits, of the starts and their neighbours."""
         others: dict[Candidate, list[tuple[str, Estimate | None]]] = {}
@@ -284,24 +285,26 @@ class PlanSearch:
         def near(candidate: Candidate) -> Iterable[Candidate]:
             return (estimate.candidate for _, estimate in choices(candidate) if estimate is not None)
 
-        front = thinned(found.front)
+        front = thinned(searched.front)
         self._closed |= {estimate.candidate: estimate for estimate in front}
         improved([*starts, *(estimate.candidate for estimate in front)], near, self._score, budget)
         plans = dict(sorted(self.plans.items(), key=lambda item: self._goal_of(item[1])))
         best, *fitting = filter(self._keeps_all, plans.values())
         chosen = self.simulated(best.closed or best)
         closed, shown = best.closed or best, [chosen, *fitting]
-        if not found.best:  # no estimate keeps the limits, so none within the limits is better
+        if not searched.best:  # no estimate keeps the limits, so none within the limits is better
             reached = self._goal_of(closed)[0]
-            found = replace(found, reached=reached, bound=reached if found.complete else min(reached, found.bound))
+            searched = replace(
+                searched, reached=reached, bound=reached if searched.complete else min(reached, searched.bound)
+            )
         reasons = list(gains(self.request, self.limits, chosen, plans, choices(best.candidate)))
-        return self._result(replace(found, best=shown[:SHOWN_PLANS], front=pareto(shown)), closed, chosen, reasons)
+        return self._result(replace(searched, best=shown[:SHOWN_PLANS], front=pareto(shown)), closed, chosen, reasons)
 
-    def _result(self, found: SearchResult, plan: Estimate, chosen: Estimate, reasons: Sequence[str]) -> PlanResult:
+    def _result(self, searched: SearchResult, plan: Estimate, chosen: Estimate, reasons: Sequence[str]) -> PlanResult:
         candidate = plan.candidate
         return PlanResult(
             self.request,
-            found,
+            searched,
             plan,
             chosen.evaluation,
             reasons,
@@ -325,21 +328,21 @@ class PlanSearch:
             return (inf,) if plan is None or self.limits.broken(plan) else self._goal_of(plan)
 
         def near(candidate: Candidate) -> Iterable[Candidate]:
-            possible = (each for some in lists if score(some[0]) != (inf,) for each in some)
-            return (each for each in possible if neighbours.differences(each, candidate) == 1)
+            possible = (option for some in lists if score(some[0]) != (inf,) for option in some)
+            return (option for option in possible if neighbours.differences(option, candidate) == 1)
 
         lists = list(several)
         starts = [some[0] for some in lists]
-        fitting = [each for each in improved(starts, near, score, budget) if score(each) != (inf,)]
+        fitting = [option for option in improved(starts, near, score, budget) if score(option) != (inf,)]
         if not fitting:
             return None
         chosen, *others = (self.plans[candidate] for candidate in fitting)
         shown = [chosen, *others]
         reached, tried = self._goal_of(chosen)[0], (sum(map(len, lists)), 0, len(self.plans))
-        found = SearchResult(shown[:SHOWN_PLANS], pareto(shown), reached, 0.0, *tried, complete=False)
+        searched = SearchResult(shown[:SHOWN_PLANS], pareto(shown), reached, 0.0, *tried, complete=False)
         parts = {"work of the busiest rank": chosen.work, "waiting": chosen.seconds - chosen.work}
         reasons = [f"{what}: {why}", *self._cost_of_memory(chosen)]
-        return self._result(found, replace(chosen, parts=parts), chosen, reasons)
+        return self._result(searched, replace(chosen, parts=parts), chosen, reasons)
 
     def _what_lacks_memory(self, nearest: PlanEvaluation) -> str:
         """The node of the rank that exceeds its memory most in the closest plan; empty if none does."""
@@ -357,8 +360,8 @@ class PlanSearch:
     def _cost_of_memory(self, chosen: Estimate) -> Iterable[str]:
         """What the limits of memory cost: the difference to the best plan without them, if that is faster."""
         unlimited, budget = replace(self.limits, memory=None), Budget(MOST_UNLIMITED)
-        found = search(self.model, self.space, unlimited, self.request.goal, budget, front=False, keep=1)
-        for other in (self.simulated(plan, even=True) for plan in found.best):
+        searched = search(self.model, self.space, unlimited, self.request.goal, budget, front=False, keep=1)
+        for other in (self.simulated(plan, even=True) for plan in searched.best):
             if other.seconds < chosen.seconds:
                 yield (
                     f"without limits of memory {other.candidate} would take {readable_seconds(other.seconds)}: the "

@@ -54,8 +54,8 @@ class RankOrders:
 
     def few(self) -> list[Order]:
         """All different orders if there are at most MOST_TRIED, else none."""
-        found = list(islice(self.all(), MOST_TRIED + 1))
-        return found if len(found) <= MOST_TRIED else []
+        listed = list(islice(self.all(), MOST_TRIED + 1))
+        return listed if len(listed) <= MOST_TRIED else []
 
     def _from(self, wanted: Sequence[int | None]) -> Iterator[Order]:
         """Orders whose positions have ranks of these nodes, or of nodes equal to them; None: of any."""

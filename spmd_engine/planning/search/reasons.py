@@ -81,7 +81,7 @@ def _explain_gain(choice: str, chosen: Estimate, other: Estimate, limits: Limits
 
 
 MORE = (2, 4, 8)  #: factors by which ranks are increased, or the batch is reduced, if that constraint is given up
-MOST_EVALUATIONS = 4_000  #: of each search
+MOST_EVALUATIONS = 4_000  #: most evaluations of each search
 SIZES = ("ranks", "batch_size")  #: constraints that every request has
 
 
@@ -160,7 +160,7 @@ def conflict_of(constraints: Constraints, known: Sequence[Estimate] = ()) -> Con
     sets = (subset for subset in sets if all(names_of_plan & set(subset) for names_of_plan in broken))
     tried = takewhile(lambda _: constraints.budget.left > 0, sets)
     smallest = next((subset for subset in tried if not _are_possible(constraints.only(subset))), names)
-    relaxations = sorted(_relax(constraints, smallest), key=lambda found: found[0])
+    relaxations = sorted(_relax(constraints, smallest), key=lambda way: way[0])
     ways = {name: (text, plan) for _, name, text, plan in relaxations}
     # A search that ends with its budget leaves in the set what may be needless: a limit that no known plan breaks, and
     # without which no plan is found either.

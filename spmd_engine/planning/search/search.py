@@ -128,7 +128,7 @@ LIMITS = tuple(limit.name for limit in fields(Limits))
 
 SHOWN_PLANS = 5  #: the best plans that a search keeps
 SEARCH_SHARE = 0.75  #: share of its budget after which a search ends that has found a plan
-FRONT_ESTIMATES = 100  #: of further plans on the Pareto front, at most
+FRONT_ESTIMATES = 100  #: most estimates of further plans on the Pareto front
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,7 @@ class SearchResult:
     excluded: int = 0  #: candidates whose bounds break a limit
     estimated: int = 1
     complete: bool = True  #: whether it ended before its budget was spent
+    near: Sequence[Estimate] = ()  #: if none is found: the estimated one that exceeds the limits least
 
     @property
     def gap(self) -> float:
@@ -232,7 +233,9 @@ def search(
     points = [plan for plan in estimates.values() if plan is not None and not limits.broken(plan)]
     if front and best:
         points += _extend_front(model, entries, points, limits, soon.part(most=FRONT_ESTIMATES))
-    return SearchResult(best, pareto(points), reached, bound, total, excluded, count, complete)
+    known = [plan for plan in estimates.values() if plan is not None]
+    near = [] if best else sorted(known, key=limits.excess)[:1]
+    return SearchResult(best, pareto(points), reached, bound, total, excluded, count, complete, near)
 
 
 def _bound(

@@ -102,7 +102,7 @@ class ComputeTimes:
 
     def _compute(self, rank: int, computation: Computation) -> ComputeTime:
         node, fitted = self.machine.node(rank), self.machine.fitted
-        seconds = {True: 0.0, False: 0.0}  # of products of matrices, and of those with a vector
+        seconds = {True: 0.0, False: 0.0}  # those of products of matrices, and of products with a vector
         for product in computation.products:
             seconds[self._is_of_matrices(rank, product)] += self._product_seconds(rank, product)
         of_matrices, of_vectors = seconds.values()

@@ -119,7 +119,7 @@ class ArrayData(SampledData):
 
     @cached_property
     def sha256(self) -> str:
-        """Of shapes, dtypes and contents: a fact for a checkpoint, so that a run resumes with the same data."""
+        """The digest of shapes, dtypes and contents: a checkpoint has it, so that a run resumes with the same data."""
         digest = hashlib.sha256()
         for array in (self.x, self.y):
             digest.update(f"{array.dtype.str}{array.shape}".encode())

@@ -27,7 +27,7 @@ class LabelledArrays:
     x: np.ndarray
     y: np.ndarray
     held_out: float | np.ndarray  #: the numbers of the samples for validation, or their fraction
-    sha256: str  #: of dtypes, shapes and contents
+    sha256: str  #: digest of dtypes, shapes and contents
     files: int = 1
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from spmd_engine.arrays.random import integers, key_of
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ranks, on_rank_zero, share_array
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import first_few, refuse_pointer
+from spmd_engine.foreign import first_few, reading, refuse_pointer
 from spmd_engine.formats import (
     ImageFiles,
     MappedArray,
@@ -29,8 +29,8 @@ from spmd_engine.formats import (
     read_idx,
     read_npz,
 )
-from spmd_engine.formats.image_files import LabelledImages, is_table
-from spmd_engine.formats.parquet_images import MAGIC, parquet_files, read_parquet_images
+from spmd_engine.formats.image_files import LabelledImages, is_table, pictures_at
+from spmd_engine.formats.parquet_images import MAGIC, ParquetRows, parquet_files, read_parquet_images
 from spmd_engine.models import ImageShape
 from spmd_engine.training.data.array_data import ArrayData, part_of
 
@@ -44,13 +44,14 @@ NPZ_NAMES = (
 )
 #: Names of IDX files in a folder: those of MNIST, with .gz or without.
 IDX_NAMES = (("train-images*", "train-labels*"), ("t10k-images*", "t10k-labels*"))
+_ZIP = b"PK"  # how an .npz begins
 _BRIGHTEST = 10  #: the largest float, in multiples of white: with mean 0 and variance 1, pixels reach a few
 _KNOWN = (
     "a folder of IDX files (train-images-idx3-ubyte, train-labels-idx1-ubyte, ...), an .npz file of arrays x and y, "
     "a folder with a subfolder of images a class, a .csv file of paths and labels, or .parquet files"
 )
 
-Part = MappedArray | ImageFiles | np.ndarray
+Part = MappedArray | ImageFiles | ParquetRows | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ImageSource:
     y: np.ndarray  #: int64: the class of each image of all parts, from 0
     held_out: np.ndarray  #: numbers of the images for validation
     files: int
-    names: Sequence[str] = ()  #: of the classes, if they have any
+    names: Sequence[str] = ()  #: names of the classes, if they have any
     notes: Sequence[str] = ()  #: what is not read
 
 
@@ -80,16 +81,35 @@ def find_images(path: str | None) -> ImageSource:
         if files := parquet_files(root):
             return _parquet(files)
         return _image_files(root, images_in_folder(root))
-    with root.open("rb") as file:
-        content = file.read(len(MAGIC))
-    if content[:2] == b"PK":
+    content = _beginning(root)
+    if content.startswith(_ZIP):
         return _npz(root)
-    if content == MAGIC:
+    if content.startswith(MAGIC):
         return _parquet([root])
     refuse_pointer(root)
     if is_table(root):
         return _image_files(root, images_in_table(root))
     raise UsageError(f"--data {root}: not images in a format known here: {_KNOWN}")
+
+
+def find_unlabelled(path: Path, channels: int) -> tuple[ImageRows, list[str]]:
+    """Images for a model of so many channels, whatever their classes: one in a file, those of a folder and its
+    subfolders in the order of their paths, or those of a data set; and notes on what is not read. Raises UsageError."""
+    if path.is_dir():
+        is_data_set = any(path.glob(IDX_NAMES[0][0])) or bool(parquet_files(path))
+    else:
+        is_data_set = is_table(path) or _beginning(path).startswith((_ZIP, MAGIC))
+    if is_data_set:
+        source = find_images(str(path))
+        return ImageRows(source.parts), [*source.notes]
+    files, notes = pictures_at(path, channels)
+    _check_images(str(path), files, [])
+    return ImageRows([files]), notes
+
+
+def _beginning(path: Path) -> bytes:
+    with reading(f"{path} cannot be read"), path.open("rb") as file:
+        return file.read(len(MAGIC))
 
 
 def _digits() -> ImageSource:
@@ -225,7 +245,7 @@ def _check_classes(where: str, images: int, y: np.ndarray, before: list[np.ndarr
 # --- Training images, shared among the ranks, which read only their own samples
 
 
-_MOST_BYTES = 1 << 24  # of images that the digest reads at once
+_MOST_BYTES = 1 << 24  # size of the images that the digest reads at once
 
 
 class ImageRows:
@@ -259,8 +279,8 @@ class Images:
     y: np.ndarray  #: int64[n]
     held_out: np.ndarray  #: numbers of the images for validation
     files: int
-    sha256: str  #: of pixels, classes, and held-out numbers: equal for equal images in another format
-    names: Sequence[str] = ()  #: of the classes, if they have any
+    sha256: str  #: digest of pixels, classes and held-out numbers: equal for equal images in another format
+    names: Sequence[str] = ()  #: names of the classes, if they have any
     notes: Sequence[str] = ()  #: what is not read
 
     @property
@@ -277,8 +297,9 @@ class Images:
 def load_images(group: Group, path: str | None) -> Images:
     """The images of a file or a folder; None: scikit-learn's digits. Collective.
 
-    Rank 0 finds and checks them. Every rank maps uncompressed IDX and .npz files, and opens pictures of a folder when
-    it needs them, so that a rank reads only its own samples; compressed files are shared, one copy for each node.
+    Rank 0 finds and checks them. Every rank maps uncompressed IDX and .npz files, and opens pictures of a folder or of
+    parquet files when it needs them, so that a rank reads only its own samples; compressed files are shared, one copy
+    for each node.
     Raises the same UsageError on every rank for data that are missing, damaged or invalid.
     """
     source: Any = on_rank_zero(group, lambda: find_images(path))  # an ImageSource; None on other ranks
@@ -301,11 +322,12 @@ def _describe(source: ImageSource, where: str) -> dict[str, Any]:
     return {"parts": parts, "files": source.files, "sha256": sha256, **texts}
 
 
-def _part_from_json(part_facts: dict[str, Any]) -> MappedArray | ImageFiles:
+def _part_from_json(part_facts: dict[str, Any]) -> MappedArray | ImageFiles | ParquetRows:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in part_facts.items()
     }
-    return (MappedArray if "offset" in values else ImageFiles)(**values)
+    kind = MappedArray if "offset" in values else ParquetRows if "groups" in values else ImageFiles
+    return kind(**values)
 
 
 def _digest(x: ImageRows, y: np.ndarray, held_out: np.ndarray, where: str) -> str:

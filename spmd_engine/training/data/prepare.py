@@ -18,6 +18,7 @@ from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ran
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.files import naming
+from spmd_engine.foreign import first_few
 from spmd_engine.formats.text_documents import Columns, Document, count_documents, documents, find_files
 from spmd_engine.formats.token_file import TokenFacts, TokenFile, add_to_digest, layout, open_token_file
 from spmd_engine.tokens import Tokenizer
@@ -54,16 +55,19 @@ class FileSummary:
     learnt: int = 0  #: tokens that are targets
     left_out: dict[str, int] = field(default_factory=dict)  #: numbers of rows, by the reason
     notices: dict[str, int] = field(default_factory=dict)  #: and of rows of which a part is not read
+    unread: list[str] = field(default_factory=list)  #: keys or columns that are not read
 
     def __str__(self) -> str:
         learnt = f", of which {self.learnt:,} are targets" if self.learnt < self.tokens else ""
         text = f"{self.file}: {self.tokens:,} tokens of {self.documents:,} documents in {self.rows:,} rows{learnt}"
-        return "; ".join([text, *remarks(self.left_out, self.notices)])
+        unread = [f"not read: {first_few(self.unread, 8)}"] if self.unread else []
+        return "; ".join([text, *remarks(self.left_out, self.notices), *unread])
 
     def add(self, document: Document) -> None:
         """Count a row."""
         self.rows += 1
         self.documents += not document.left_out
+        self.unread += document.unread
         for reason, counts in ((document.left_out, self.left_out), (document.notice, self.notices)):
             if reason:
                 counts[reason] = counts.get(reason, 0) + 1
@@ -75,6 +79,7 @@ class FileSummary:
         for mine, theirs in ((self.left_out, other.left_out), (self.notices, other.notices)):
             for reason, count in theirs.items():
                 mine[reason] = mine.get(reason, 0) + count
+        self.unread += [name for name in other.unread if name not in self.unread]
 
 
 def remarks(left_out: Mapping[str, int], notices: Mapping[str, int]) -> list[str]:
@@ -133,7 +138,7 @@ def prepare_with_summary(
 
 def _merged(group: Group, summaries: Mapping[str, FileSummary]) -> list[FileSummary]:
     """The summaries of all ranks, one a file."""
-    lines = "".join(json.dumps(asdict(each)) + "\n" for each in summaries.values())
+    lines = "".join(json.dumps(asdict(summary)) + "\n" for summary in summaries.values())
     gathered = group.all_gather(np.frombuffer(lines.encode(), np.uint8), label="prepare").tobytes()
     merged: dict[str, FileSummary] = {}
     for line in gathered.splitlines():
@@ -144,8 +149,8 @@ def _merged(group: Group, summaries: Mapping[str, FileSummary]) -> list[FileSumm
 
 def _why(summary: Sequence[FileSummary]) -> str:
     total = FileSummary("")
-    for each in summary:
-        total.merge(each)
+    for of_file in summary:
+        total.merge(of_file)
     reasons = "; ".join(remarks(total.left_out, {}))
     return f" ({reasons})" if reasons else ""
 
