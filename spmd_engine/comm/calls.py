@@ -21,6 +21,7 @@ from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.nccl_ranks import QueuedCall
 from spmd_engine.comm.pending import Queued, Steps
+from spmd_engine.comm.rounds import Payload
 from spmd_engine.comm.shared_memory.slot_table import Entries
 from spmd_engine.comm.transports.nccl import NcclTransport
 from spmd_engine.comm.transports.shared_memory import readable
@@ -144,6 +145,20 @@ class Collective(PreparedCall, ABC):
     def move(self, transport: Transport, x: Array, result: Array, lengths: Sequence[int] | None) -> Steps:
         """Move data until ``result`` is the result for contiguous ``x``; ``lengths``: of the blocks of all ranks."""
 
+    def reduction(self, routing: Routing, blocks: Sequence[Any]) -> Payload | None:
+        """The payload of the agreement between nodes, which reduces arrays on the way; None: it does not.
+
+        ``blocks``: arrays of this node's ranks, which have made the same call, or of this rank.
+        """
+
+    def gathers(self, routing: Routing) -> bool:
+        """Whether ranks gather parts after such a reduction."""
+        return False
+
+    def complete(self, routing: Routing, payload: Payload, transport: Transport | None, result: Array) -> Steps:
+        """Fill flat ``result`` from the complete ``payload``."""
+        raise NotImplementedError
+
     def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
         """Lengths of the blocks that the call joins; None if all ranks make the same call.
 
@@ -157,7 +172,13 @@ class Collective(PreparedCall, ABC):
 
     def steps(self, routing: Routing, number: int, x: Array, out: Array | None) -> Steps:
         """Offer arrays, agree, exchange unknown lengths, choose a transport, and move the data."""
-        home, local, target, event, ready = CPU, x, out, None, None  # the event: when the result is complete, on a device
+        home, local, target, event, ready = (
+            CPU,
+            x,
+            out,
+            None,
+            None,
+        )  # the event: when the result is complete, on a device
         on_host = type(x) is np.ndarray and (out is None or type(out) is np.ndarray)
         if not on_host or not x.flags.c_contiguous:
             home, local = backend_of(x), (yield from routing.ready(x))
@@ -169,7 +190,8 @@ class Collective(PreparedCall, ABC):
             nccl.check()
             target = target if target is not None else home.empty(self.shape, x.dtype)
             ready = nccl.backend.record()  # from now on these arrays may be read and written
-        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, *offer)
+        reduction = partial(self.reduction, routing)
+        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, *offer, reduction)
         if agreed.signatures is not self.expected:
             self.expect(agreed.entries)
         if agreed.signatures is None or self.settled is None:
@@ -180,16 +202,23 @@ class Collective(PreparedCall, ABC):
         lengths, shape, size = self.settled
         if target is not None and target.shape != shape:  # this rank must still send the others their parts
             target = None
-        transport = None if is_copied and self.inline else self.transport(routing, number, agreed, size)
+        gathers = agreed.payload is None or self.gathers(routing)
+        transport = self.transport(routing, number, agreed, size) if gathers else None
         if not (on_host or isinstance(transport, NcclTransport) or routing.is_for_messages(local)):
             # other ranks have theirs on the host
             offer, target = Offer((yield from routing.staged(local))), None
-        if transport is None or (self.one_phase and transport.blocks):
+        if agreed.payload is not None:
+            result = offer.result if offer.result is not None else target
+            result = result if result is not None else np.empty(shape, local.dtype)
+            yield from self.complete(routing, agreed.payload, transport, result.reshape(-1))
+        elif transport is None or (self.one_phase and transport.blocks):
             blocks = agreed.blocks if transport is None else transport.blocks
             result = self.finish(agreed.signatures, blocks, target)
             result = result[0] if self.returns_lengths else result
         else:
             result = offer.result
+            if routing.one_node and target is not None and result is offer.readable:
+                result = target  # the other is a copy, which the transport fills, too
             if result is None or result.shape != shape:
                 result = target if target is not None else backend_of(offer.data).empty(shape, local.dtype)
                 ready = ready if target is not None else None
@@ -228,7 +257,9 @@ class Collective(PreparedCall, ABC):
     def check_out(self, x: Array, out: Any, ranks: int) -> None:
         shape, joins = x.shape if ranks == 1 else self.shape, bool(self.even)
         # The joined length may differ from the expected one; ``steps`` checks it when it is known.
-        fits = out.dtype == self.dtype and (out.shape == shape or (joins and ranks > 1)) and not self.signature.concat_axis
+        fits = (
+            out.dtype == self.dtype and (out.shape == shape or (joins and ranks > 1)) and not self.signature.concat_axis
+        )
         # CuPy's arrays are always writable.
         if not fits or not out.flags.c_contiguous or (isinstance(out, np.ndarray) and not out.flags.writeable):
             wanted, got = f"{self.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"

@@ -62,8 +62,8 @@ class Chunk:
         self._unsharder, self._reducer, self._extras = unsharder, reducer, extras
         self._half = dtype if dtype is not None and is_half(dtype) else None
         self._numbers = [number for segment in segments for number in segment.layers]
-        self._after = {number: range(number + 1, self._numbers[-1] + 1) for number in self._numbers}
-        self._before = {number: range(number - 1, self._numbers[0] - 1, -1) for number in self._numbers}
+        self._later = {number: range(number + 1, self._numbers[-1] + 1) for number in self._numbers}
+        self._earlier = {number: range(number - 1, self._numbers[0] - 1, -1) for number in self._numbers}
         self._losses = {number: losses for number in self._numbers if (losses := _list_losses(layers[number][1]))}
 
     @contextmanager
@@ -87,7 +87,7 @@ class Chunk:
 
     def _forward(self, segment: LayerSegment, x: Array, ctx: ForwardContext, record: Saved) -> Array:
         for number in segment.layers:
-            p = self._unsharder.unshard(number, prefetch=self._after[number])
+            p = self._unsharder.unshard(number, prefetch=self._later[number])
             x, saved, *extra = self._layers[number][1].forward(self._shards[number], p, x, ctx)
             if self._half is not None:
                 x = self._between(number, x, ctx)
@@ -101,9 +101,7 @@ class Chunk:
     def _between(self, number: int, x: Array, ctx: ForwardContext) -> Array:
         """``x`` as the next layer gets it; the last one's logits for sampling stay wide."""
         wanted = ctx.wanted is not None and number == self._numbers[-1]
-        if wanted or getattr(x, "dtype", self._half).kind != "f":
-            return x
-        return rounded(x, self._half)
+        return x if wanted or getattr(x, "dtype", self._half).kind != "f" else rounded(x, self._half)
 
     def _put(self, saved: Any, parameters: Any = ()) -> Any:
         return self.stash.put(saved, parameters) if self.stash else saved
@@ -162,7 +160,7 @@ class Chunk:
                 record.x = self._take_back(record.x, saved)
                 self._repeat(segment, record)
             for number in reversed(segment.layers):
-                p = self._unsharder.unshard(number, keep=keep, prefetch=self._before[number])
+                p = self._unsharder.unshard(number, keep=keep, prefetch=self._earlier[number])
                 side = self._side_gradients(number, record.ctx)
                 dy, rest = self._layers[number][1].backward_input(
                     self._shards[number], p, self._pop(record, None if repeated else [*saved, record]), dy, *side
@@ -184,7 +182,7 @@ class Chunk:
     def _repeat(self, segment: LayerSegment, record: Saved) -> None:
         x, record.x = record.x, None
         for number in segment.layers:
-            p = self._unsharder.unshard(number, keep=segment.layers, prefetch=self._before[segment.layers[0]])
+            p = self._unsharder.unshard(number, keep=segment.layers, prefetch=self._earlier[segment.layers[0]])
             ctx = replace(record.ctx, decided=record.decided[number]) if number in record.decided else record.ctx
             x, saved, *_ = self._layers[number][1].forward(self._shards[number], p, x, ctx)
             if self._half is not None:

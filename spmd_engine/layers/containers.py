@@ -96,8 +96,7 @@ class Chain(Layer):
         saved, extras = [], {}
         for name, layer in self.layers:
             earlier = replace(ctx, decided=ctx.decided[name]) if ctx.decided and name in ctx.decided else ctx
-            own = p if not name else p[name] if name in p else {}
-            x, layer_saved, *extra = layer.forward(sh, own, x, earlier)
+            x, layer_saved, *extra = layer.forward(sh, p.get(name, {}) if name else p, x, earlier)
             if ctx.training:
                 saved.append(layer_saved)
             if extra:

@@ -19,7 +19,7 @@ import numpy as np
 
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.agreement.signature import Signature, Signatures, room
-from spmd_engine.comm.pending import Condition, Steps
+from spmd_engine.comm.pending import Condition
 from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Neighbours
 from spmd_engine.comm.shared_memory.cross_memory import Block, RemoteArray
 from spmd_engine.comm.shared_memory.futex import Waker
@@ -177,7 +177,7 @@ class SlotTable:
         slot, address = number % SLOTS, None
         if signature.inline:
             own_view = (expected.inline.get(slot) or self._inline(slot, expected)).blocks[self.rank]
-            own_view[...] = data
+            own_view.reshape(-1)[...] = data.reshape(-1)  # which may be flat
         else:
             address = self.address(data) if data is not None and data.size else None
             self._write_address(self._data_at[slot], address)
@@ -217,6 +217,10 @@ class SlotTable:
         entries = signatures.inline[slot] = Entries(signatures, views)
         return entries
 
+    def offer_result(self, number: int, result: np.ndarray) -> None:
+        """Let the others read ``result``, from this rank's next phase on."""
+        self._write_address(self._results_at[number % SLOTS], self.address(result))
+
     def results(self, number: int, shape: Sequence[int], dtype: np.dtype) -> list[Any]:
         """The result buffers of all ranks, of this shape (Block; None: unreadable)."""
         words = self._results_at[number % SLOTS]
@@ -244,6 +248,10 @@ class SlotTable:
         if signature.inline > SMALL:
             return np.ndarray(shape, dtype, self._staging[slot % STAGING][rank])
         return np.ndarray(shape, dtype, self._entries[slot][rank], _signature_size(self.size))
+
+    def is_shared(self, x: np.ndarray) -> bool:
+        """Whether contiguous ``x`` is in memory that the node's ranks share."""
+        return self.neighbours.offset(x) is not None
 
     def address(self, x: np.ndarray, sliced: bool = False) -> Address | None:
         """The address at which other ranks can read contiguous ``x``: in this rank's arena, or in its ordinary memory.
