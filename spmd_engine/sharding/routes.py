@@ -117,7 +117,7 @@ def _senders(
 
 @lru_cache(maxsize=1024)
 def _parts(
-    shape: tuple[int, ...], held: tuple[Rectangles, ...], wanted: tuple[Rectangles, ...]
+    shape: tuple[int, ...], held: Sequence[Rectangles], wanted: Sequence[Rectangles]
 ) -> tuple[SharedPart, ...]:
     """The shared parts of all wanted elements of an array; equal layers share the result.
 
