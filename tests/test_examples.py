@@ -35,6 +35,7 @@ def test_virtual_ranks(mpi_run, tmp_path):
     assert "'sum over data': [4.0, 4.0]" in result.stdout.splitlines()[3]
 
 
+@pytest.mark.soak
 def test_two_shards_classify_and_keep_nothing(mpi_run, tmp_path):
     result = mpi_run(2, EXAMPLES / "two_shards.py", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr

@@ -15,7 +15,7 @@ from spmd_engine.adaptive.migration import (
     BYTES_PER_SECOND,
     LiveMigration,
     describe_change,
-    exchange_old_and_new,
+    exchange_change,
     moves_as_json,
     moves_of,
 )
@@ -37,7 +37,7 @@ def estimate_change(reshaper: Reshaper, shape: Shape, step_seconds: float, folde
     """
     group, began = reshaper.all_ranks, perf_counter()
     described = on_all_ranks(group, lambda: describe_change(reshaper, shape))
-    old, new = exchange_old_and_new(group, described)
+    old, new = exchange_change(group, described)
     assert reshaper.optimizer is not None
     kinds, nodes = len(reshaper.optimizer.kinds), list(group.comm.hosts)
     plans = [(plan_transfer(old[owned], new[owned], nodes=nodes), kinds if owned else 1) for owned in (False, True)]

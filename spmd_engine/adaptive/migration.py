@@ -123,7 +123,7 @@ class LiveMigration:
             self._optimizer.prepare(reshaper.placed)
         described = self._attempt("describing the new shape", lambda: describe_change(reshaper, shape))
         ranks = self._agree({"step": step_seconds})
-        old, new = exchange_old_and_new(self._group, described)
+        old, new = exchange_change(self._group, described)
         self._attempt("planning", lambda: self._make_flows(old, new))
         self._check_memory(self._agree({"needed": self._attempt("counting", self._bytes_needed)}))
         self._attempt("allocating", self._allocate)
@@ -345,8 +345,8 @@ class LiveMigration:
 
 
 def describe_change(reshaper: Reshaper, shape: Shape) -> dict[str, Held]:
-    """The parts of all arrays that this rank has, and those that it will have in another shape, by its storage, without
-    memory: for ``exchange_old_and_new``."""
+    """The parts of all arrays that this rank has, "old", and those that it will have in another shape, "new": by its
+    storage, without memory."""
     old, new = parts_of(reshaper.placed, "old "), parts_of(None, "new ")
     if (position := reshaper.position_in(shape)) is not None:
         axes, model = shape.axes, reshaper.model_in(shape.composition)
@@ -360,8 +360,8 @@ def describe_change(reshaper: Reshaper, shape: Shape) -> dict[str, Held]:
     return old | new
 
 
-def exchange_old_and_new(group: Group, described: Mapping[str, Held]) -> tuple[Placements, Placements]:
-    """The placements of all ranks before and after a change that each has described. Collective over the group."""
+def exchange_change(group: Group, described: Mapping[str, Held]) -> tuple[Placements, Placements]:
+    """The old and the new placements, from what ``describe_change`` returns on each rank. Collective."""
     exchanged = exchange_placements(group, described)
     return placements_of(exchanged, "old "), placements_of(exchanged, "new ")
 

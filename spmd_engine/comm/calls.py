@@ -222,6 +222,8 @@ class Collective(PreparedCall, ABC):
             result = result[0] if self.returns_lengths else result
         else:
             result = offer.result
+            if routing.one_node and target is not None and result is offer.readable:
+                result = target  # the other is a copy, which the transport fills, too
             if result is None or result.shape != shape:
                 result = target if target is not None else backend_of(offer.data).empty(shape, local.dtype)
                 ready = ready if target is not None else None

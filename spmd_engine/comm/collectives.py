@@ -167,8 +167,9 @@ class AllReduceCall(Reducing):
         table = routing.table_to_offer(self.signature, local, local.nbytes)
         if table is None:
             return Offer(local)
-        offered, result = readable_with_result(table, local, target)
-        return Offer(local if offered is None else offered, offered, result)
+        copies = routing.one_node and local.nbytes <= routing.connections.tuning.copied
+        offered, result = readable_with_result(table, local, target, copies)
+        return Offer(local, offered, result)
 
     def move(self, transport: Transport, x: Array, result: Array, lengths: Sequence[int] | None) -> Steps:
         return transport.all_reduce(x.reshape(-1), result.reshape(-1), self.signature.reduction)

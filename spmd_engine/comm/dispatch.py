@@ -50,16 +50,9 @@ def choose(call: Signature, facts: Facts) -> type[Transport] | None:
     return next(transport for transport in TRANSPORTS if transport.suits(call, facts))
 
 
-def inline_limit(operation: str, ranks: int, room: int, readable: bool, tuning: Tuning) -> int:
-    """The most bytes of a rank's array that travel inline on one node, at most ``room``.
-
-    ``readable``: whether the other ranks can read their parts of the array in place.
-    """
-    if operation == "all_reduce":
-        return min(room, tuning.reduced_by_all // ranks)
-    if operation == "reduce_scatter" or not readable:
-        return room
-    return min(room, tuning.copied_to_table * (ranks if operation == "all_to_all" else 1))
+def inline_limit(operation: str, ranks: int, room: int, tuning: Tuning) -> int:
+    """The most bytes of a rank's array that travel inline on one node, at most ``room``."""
+    return min(room, tuning.reduced_by_all // ranks) if operation == "all_reduce" else room
 
 
 def inline_between_nodes(operation: str, ranks: int, senders: int, in_rank_order: bool, tuning: Tuning) -> int:
@@ -112,12 +105,9 @@ class Routing:
             return Signature(operation, **fields)
         if x.ndim > MAX_DIMS:
             raise UsageError(f"{operation}: the array has {x.ndim} dimensions; at most {MAX_DIMS} are supported")
-        # Other ranks can read x in place if it is not sliced and all ranks spin: this rank then waits for their reads.
-        unsliced, table = not (fields.get("axis") or fields.get("concat_axis")), self.connections.table
-        in_place = unsliced and self.spins and table is not None and table.neighbours.cross_memory is not None
         host, tuning, size = isinstance(x, np.ndarray), self.connections.tuning, x.nbytes
         if self.one_node:
-            limit = inline_limit(operation, self.size, self._room, in_place, tuning)
+            limit = inline_limit(operation, self.size, self._room, tuning)
         else:
             senders = self.connections.senders.size
             limit = min(self._room, inline_between_nodes(operation, self.size, senders, self.in_rank_order, tuning))

@@ -159,7 +159,7 @@ def transports_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> 
     """The bytes of a rank's array up to which each transport moves the data, for ranks on these ``hosts``, as text."""
     ranks, one_node, even = len(hosts), len(set(hosts)) == 1, even_nodes(hosts) is not None
     if one_node:
-        limit = inline_limit(operation, ranks, room_of(ranks), True, tuning)
+        limit = inline_limit(operation, ranks, room_of(ranks), tuning)
     else:
         local = max(Counter(hosts).values())
         senders = ranks // local if even else ranks

@@ -56,7 +56,7 @@ PLACES.append(({"data": 2, "model": 3}, {"zero": 3, "shares": {"model": (0, 5, 2
 PLACES.append(({"data": 2, "pipe": 2, "model": (2, 1)}, {"zero": 1}))
 
 
-@in_turn(2, **{"axes, options": PLACES})
+@in_turn(3, **{"axes, options": PLACES})
 def test_any_mesh_saves_the_same_and_loads_what_another_saved(tmp_path, reference, axes, options):
     save(tmp_path, axes, **options)
     for of in (saved.parameters, saved.state):

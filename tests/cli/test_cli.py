@@ -324,7 +324,7 @@ def test_help_tells_every_command(here):
 
 
 def test_a_run_broken_off_and_resumed_is_the_run_that_was_not(several, here, tmp_path):
-    common = ["--steps", "4", "--batch-size", "2", "--length", "8", "--dtype", "float64", "--warmup", "2"]
+    common = ["--model", "two-layers", "--steps", "4", "--batch-size", "2", "--dtype", "float64", "--warmup", "2"]
     common += [*QUIET, *TEXT]
     here("train", *common, "--run", "whole")
     begins = ["train", *common, "--stop-at", "2", "--run", "parts"]

@@ -124,13 +124,9 @@ def test_transports_within_a_node_by_what_all_ranks_offer(operation, offered, ex
 
 def test_limits_of_inline_data():
     tuning = Tuning()
-    for readable in (False, True):
-        assert inline_limit("reduce_scatter", 2, 256 * KIB, readable, tuning) == 256 * KIB
-        assert inline_limit("all_reduce", 64, 256 * KIB, readable, tuning) == tuning.reduced_by_all // 64
-        assert inline_limit("all_gather", 2, 16 * KIB, readable, tuning) == 16 * KIB
-    assert inline_limit("all_gather", 2, 256 * KIB, False, tuning) == 256 * KIB
-    assert inline_limit("all_gather", 2, 256 * KIB, True, tuning) == tuning.copied_to_table
-    assert inline_limit("all_to_all", 3, 256 * KIB, True, tuning) == 3 * tuning.copied_to_table  # it has three parts
+    assert inline_limit("all_reduce", 64, 256 * KIB, tuning) == tuning.reduced_by_all // 64
+    for operation in set(OPERATIONS) - {"all_reduce"}:
+        assert inline_limit(operation, 2, 256 * KIB, tuning) == 256 * KIB
 
 
 # --- every transport is taken by a real program, and ``choose`` is asked

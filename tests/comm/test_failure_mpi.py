@@ -134,6 +134,7 @@ mesh.all_gather(np.ones(3))
     assert ended.returncode != 0
 
 
+@pytest.mark.soak
 def test_a_program_that_ends_well(job):
     ended = job("mesh.all_reduce(np.ones(1_000_000))")
     assert (ended.returncode, ended.stderr) == (0, "")

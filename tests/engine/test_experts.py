@@ -67,6 +67,7 @@ LATER = [
     ("expert=2", "position"),
     ("expert=4", "probability"),
     ("replicate=2,shard=2", "balanced"),
+    ("data=2,context=2", "all losses"),
 ]
 NOW_AND_LATER = [pytest.param(way, marks=pytest.mark.soak if way[:2] in LATER else []) for way in WAYS]
 

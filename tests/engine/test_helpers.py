@@ -90,7 +90,7 @@ def trained_alone(model, micro_batches):
 #: Cases whose meshes, schedules and models others have.
 LATER = {
     "block5-6:rank1", "block2-3:rank4", "block0-1:rank2", "embedding:rank2,head:rank1", "block0:rank1,block6-7:rank2",
-    "block2-5:rank1,head:rank1", "stem:rank2,block1:rank3", "block1-2:rank1",
+    "block2-3:rank2", "block2-5:rank1,head:rank1", "stem:rank2,block1:rank3", "block1-2:rank1",
 }  # fmt: skip
 
 

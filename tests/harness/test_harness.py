@@ -99,6 +99,7 @@ def test_mpi_tests_are_skipped_without_the_option_and_without_pytest_mpi_which_d
     assert "1 passed, 1 skipped" in run.stdout.splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_a_mark_selects_tests_of_other_processes(run_parent, sample):
     text = "@pytest.mark.soak\ndef test_long(): pass\n@pytest.mark.soak\n@two_ranks\ndef test_mpi(): pass"
     run = run_parent("--with-mpi", "--jobs", "2", "-q", "-m", "soak", sample(f"{text}\ndef test_short(): pass"))

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, Batch, LayeredEngine, MicroBatch
@@ -61,7 +60,7 @@ def test_logits_loss_and_every_gradient(axes, bits, tolerance):
             np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=tolerance * scale, err_msg=name)
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@in_turn(2, axes=MESHES)
 def test_ten_adamw_steps(axes):
     def program(engine, batch):
         optimizer = AdamW((HYPER["beta1"], HYPER["beta2"]), HYPER["epsilon"], HYPER["weight_decay"])

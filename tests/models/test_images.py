@@ -56,7 +56,7 @@ WAYS = {
 #: What other ways have in other pairs.
 LATER = {
     "columns", "channels", "channels and rows", "channels, rows and columns", "channels, then samples", "shards",
-    "rows and columns, then samples", "stages", "rows, of which some ranks have none",
+    "rows and columns, then samples", "stages", "rows, of which some ranks have none", "stages of rows",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ def test_transports_on_a_mesh_by_axis():
         "over data (4 ranks on 2 nodes):",
         f"  up to 4.00 KiB inline with the agreement; else {nodes}",
         "over model (2 ranks on 1 node):",
-        "  up to 64.00 KiB inline with the agreement; else shared memory",
+        "  up to 256.00 KiB inline with the agreement; else shared memory",
         "over data,model (8 ranks on 2 nodes):",
         f"  up to 2.00 KiB inline with the agreement; else {nodes}",
         "on GPUs: NCCL, if each rank has its own; else see --transport of train",

@@ -49,7 +49,7 @@ def least():
     return find_plan(replace(request_for(), goal="memory")).evaluation.analysis.peak_bytes
 
 
-@pytest.mark.parametrize("share", [0.93, 0.7])
+@pytest.mark.parametrize("share", [0.93, pytest.param(0.7, marks=pytest.mark.soak)])
 def test_the_plan_s_own_peak_is_within_the_limit(unlimited_plan, share):
     """A little less than what the quickest plan needs, so that its estimate may fit though its step does not."""
     limit = share * unlimited_plan.evaluation.analysis.peak_bytes
@@ -216,8 +216,8 @@ def test_a_trace_ends_with_its_last_step():
     "candidate",
     [
         Candidate((("data", 16),), 32, 1, zero=3),
-        Candidate((("data", 16),), 32, 2, zero=2),
-        Candidate((("data", 16),), 32, 1, zero=3, recompute="block"),
+        pytest.param(Candidate((("data", 16),), 32, 2, zero=2), marks=pytest.mark.soak),
+        pytest.param(Candidate((("data", 16),), 32, 1, zero=3, recompute="block"), marks=pytest.mark.soak),
         Candidate((("pipe", 2), ("data", 8)), 32, 4, zero=1, schedule="1f1b"),
     ],
     ids=str,

@@ -138,13 +138,14 @@ def on_three_stages(which):
 
 test_pipelines = holds(
     [
-        *on_two_stages(0),
+        *on_two_stages(0)[::2],
         *on_three_stages(0)[::2],
         Case("pipe=4", schedule="zero-bubble", micro_batches=5, stages=CHUNKS[4]),
         Case("pipe=2", tied=False, dropout=0.0, recompute=BLOCK),
         Case("data=1", schedule="interleaved", chunks=3),  # all chunks on the only stage
     ],
     soak=[
+        *on_two_stages(0)[1::2],
         *on_three_stages(0)[1::2],
         Case("pipe=3", recompute=ATTENTION, micro_batches=3),
         Case("pipe=4", schedule="interleaved", tied=False),

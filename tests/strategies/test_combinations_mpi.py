@@ -21,7 +21,7 @@ from support.combinations import ATTENTION, BLOCK, PARALLEL, Case, assert_as_one
         pytest.param(
             2, Case("pipe=2,context=2", zero=1, context_method="ulysses", recompute=BLOCK), marks=pytest.mark.soak
         ),
-        (4, Case("replicate=2,shard=2", group_threshold=3000)),
+        pytest.param(4, Case("replicate=2,shard=2", group_threshold=3000), marks=pytest.mark.soak),
         (4, Case("context=2,model=2", zero=2, context_method="ring", **PARALLEL)),
     ],
     ids=str,

@@ -104,7 +104,7 @@ def test_checkpoints_hold_masters(before, after, tmp_path):
     np.testing.assert_array_equal(w, saved.astype(after))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_distributed_engine_has_masters(zero):
     def program(dtype):
         alone = make_engine(Alone, Mesh(), dtype=dtype)

@@ -295,6 +295,10 @@ class SlotTable:
             return np.ndarray(shape, dtype, self._staging[slot % STAGING][rank])
         return np.ndarray(shape, dtype, self._entries[slot][rank], _signature_size(self.size))
 
+    def is_shared(self, x: np.ndarray) -> bool:
+        """Whether contiguous ``x`` is in memory that the node's ranks share."""
+        return self.neighbours.offset(x) is not None
+
     def address(self, x: np.ndarray, sliced: bool = False) -> Address | None:
         """The address at which other ranks can read contiguous ``x``: in this rank's arena, or in its ordinary memory.
 

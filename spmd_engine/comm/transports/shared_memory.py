@@ -57,19 +57,22 @@ class SharedMemory(Transport):
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, reduction: str) -> Steps:
         """Each rank reduces a part of ``x`` and writes it to all results if they are in shared memory; otherwise the
-        other ranks read the part."""
+        other ranks read the part. ``out`` may be elsewhere than this rank's result, and gets a copy of the parts."""
         results = self.table.results(self.number, out.shape, out.dtype)
         parts = [_split_at_cache_lines(out, self.size, r) for r in range(self.size)]
         mine, shared = parts[self.rank], min(self.table.result_arenas(self.number)) >= 0
+        own = results[self.rank]  # ``out``, or what others write and read instead
+        copies = isinstance(own, np.ndarray) and address_of(own) != address_of(out)
         written = [out, *(result for r, result in enumerate(results) if r != self.rank)] if shared else [out]
-        blocks = [flat(block)[mine] for block in self.blocks]
+        written += [own] if copies and not shared else []
+        blocks = [(x if r == self.rank else flat(block))[mine] for r, block in enumerate(self.blocks)]
         reduce_in_pieces([result[mine] for result in written], blocks, reducer(reduction, x.dtype, np))
         yield from self.table.reach(self.number, REDUCED)
         if shared:
             self._exposed = False  # all ranks have finished reading and writing
-            return
+            results = [own] * self.size
         for r, part in enumerate(parts):
-            if r != self.rank:
+            if r != self.rank and (copies or not shared):
                 fill(out[part], results[r][part])
 
     def end(self) -> Steps:
@@ -101,12 +104,17 @@ def readable_result(table: SlotTable, like: np.ndarray, out: np.ndarray | None) 
 
 
 def readable_with_result(
-    table: SlotTable, x: np.ndarray, out: np.ndarray | None
+    table: SlotTable, x: np.ndarray, out: np.ndarray | None, copies: bool
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
     """Data and result buffer of an all_reduce of ``x``, both readable by the other ranks; None if there is no room.
 
-    ``out``, if given, is ``x`` itself or does not overlap it.
+    ``out``, if given, is ``x`` itself or does not overlap it. ``copies``: if ``x`` is not in shared memory, its parts
+    for the others are copied there, where also the result can be.
     """
+    if copies and not table.is_shared(x) and (copy := table.neighbours.own.empty(x.shape, x.dtype)) is not None:
+        for part in [_split_at_cache_lines(x, table.size, r) for r in range(table.size) if r != table.rank]:
+            copy.reshape(-1)[part] = x.reshape(-1)[part]
+        return copy, out if out is not None and table.is_shared(out) else copy
     result = readable_result(table, x, out)
     if result is None:
         return None, None
