@@ -289,7 +289,7 @@ class LiveMigration:
 
     def _learn_speed(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Take the speed of the last exchange, by what all ranks say that it took."""
-        if slowest := max(facts["copy"] for facts in ranks):
+        if self._nbytes and (slowest := max(facts["copy"] for facts in ranks)):
             self.rate = self._nbytes / slowest
 
     def _pack(self, copied: int, after: int) -> tuple[list[tuple[str, PartOfTransfer]], list]:

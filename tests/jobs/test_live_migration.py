@@ -26,6 +26,7 @@ from support.random_jobs import RandomJob, losses_in
 
 TEXT_MODEL, EXPERTS, IMAGES, ADAPTERS, MLP = 3, 8, 1, 2, 5  #: seeds that draw jobs of these kinds
 PORTIONS = 4  #: in which the tests copy, one after each step
+LEARN_SPEED = LiveMigration._learn_speed
 
 
 @pytest.fixture(autouse=True)
@@ -250,6 +251,20 @@ def test_the_announced_seconds_follow_from_the_measured_speed(tmp_path, monkeypa
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     (step,) = (line["seconds"] for line in lines if line["step"] == 3)
     assert plan["seconds"] == pytest.approx(PORTIONS * step, abs=1e-3)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_change_in_which_nothing_moves_is_told_and_made(tmp_path, monkeypatch, live):
+    monkeypatch.setattr(LiveMigration, "_learn_speed", LEARN_SPEED)
+    change = ShapeRequest({"mesh": {"model": 2}}, protocol="live")
+    job = config(MLP, tmp_path, mesh={"data": 2}, steps=8)
+    requests = {1: change if live else replace(change, dry_run=True)}
+    run_threads(lambda: train(job, tmp_path / "run", propose=requests.get), 2)
+    if live:
+        assert ended(tmp_path / "run")["event"] == "reshaped"
+    else:
+        (told,) = events(tmp_path / "run", "estimated")
+        assert [each["bytes"] for each in told["protocols"].values()] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("protocol, label", [("stop-and-copy", "reshard"), ("live", "migration: copy")])
