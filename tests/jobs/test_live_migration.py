@@ -352,13 +352,13 @@ def run_with(faults, monkeypatch, folder, steps):
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(FAULTS[::8], id="13 points, on one rank each"),
-        pytest.param(FAULTS, id="34 points, on each rank", marks=pytest.mark.soak),
+        pytest.param(FAULTS[::8], id="14 points, on one rank each"),
+        pytest.param(FAULTS, id="36 points, on each rank", marks=pytest.mark.soak),
     ],
 )
 def test_a_failure_anywhere_leaves_the_old_shape_and_the_job_goes_on(tmp_path, monkeypatch, faults):
     """Two stages, and the idle rank that takes a third, fail at points of a migration."""
-    assert len(POINTS) == 34
+    assert len(POINTS) == 36
     taken = {**dict.fromkeys(PLANNING, 0), **dict.fromkeys(SWITCH, MANY)}
     steps = sum(2 + taken.get(stage, count) for stage, count, *_ in faults) + 2 * MANY
     run_with(faults, monkeypatch, tmp_path, steps)
@@ -419,7 +419,7 @@ def test_copies_without_memory_are_refused(tmp_path, monkeypatch):
     assert "the copies on node" in ended(tmp_path / "run")["why"]
 
 
-@pytest.mark.parametrize("fault", [("packing", 5, 0), ("updating", 4, 2), ("filling", 1, 1)])
+@pytest.mark.parametrize("fault", [("packing", 3 + migration.TRIALS, 0), ("updating", 2 + migration.TRIALS, 2), ("filling", 1, 1)])
 def test_a_killed_run_continues_exactly(tmp_path, monkeypatch, fault):
     """SIGKILL during the copy, or while the shape changes, as if a rank had been killed: all end."""
     faults = Faults(monkeypatch, [(*fault, (Killed, ""))])
