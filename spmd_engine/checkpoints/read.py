@@ -56,7 +56,7 @@ class Checkpoint(Mapping):
             self._arrays, self.metadata = _plain_file(self.path)
         else:
             self.manifest = read_manifest(self.path)
-            self.headers = Headers(self.path, self.manifest.step)
+            self.headers = Headers(self.path, self.manifest)
             self._arrays = self.section(MODEL)
             self.metadata = {"step": self.manifest.step, **self.manifest.facts}
 
@@ -121,7 +121,7 @@ class Sliceable:
     def blocks(self) -> Sequence[Rectangle]:
         """Parts that cover the array, each read once; of a few megabytes, unless stored blocks or rows are larger."""
         full = Rectangle.whole(self.shape)
-        return self._blocks or (list(pieces_of(full, self.dtype.itemsize, BLOCK)) if full.size else [])
+        return self._blocks or (list(pieces_of(full, BLOCK // self.dtype.itemsize)) if full.size else [])
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """``self[...]``, ``self[2:5]``, ``self[-1, :, ::2]``, ...; reads only the elements between the ends.

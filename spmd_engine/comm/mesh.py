@@ -164,8 +164,7 @@ class Mesh(Collectives, MeshPosition):
 
     Ranks of one node are neighbours, so that the last-named axes, which communicate most, stay inside a node where
     their sizes allow. ``with Mesh(...) as mesh`` or ``close()`` frees the communicators of its groups.
-    ``deterministic``: use rank order also for sums that the MPI library would make, of small arrays over more than 32
-    ranks on several nodes. (All sums are in a fixed order in either case.)
+    ``deterministic``: use rank order also for sums between nodes. (All sums are in a fixed order in either case.)
     ``order``: which rank is at each position, for unequal ranks: see ``ranks_by_position``.
     ``Mesh(pipe=2, model=(1, 2))``: stages may have different sizes along an axis. A group over ``pipe`` then includes
     that axis, and ``axes`` are those of this rank's stage.

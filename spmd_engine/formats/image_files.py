@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -47,6 +48,8 @@ class ImageKind:
 def _open_picture(source: Any) -> Any:
     """An image of Pillow, which reads its pixels later. Raises UsageError without Pillow, and Pillow's errors."""
     pillow = library("PIL.Image", "images in files need Pillow", "images")
+    # Its warnings come beside our error, or where only what is not read is damaged.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
         return pillow.open(source, formats=PICTURES)
     except pillow.UnidentifiedImageError:
@@ -405,8 +408,8 @@ def _delimiter(text: str) -> str:
 
 
 def _places(head: Sequence[str]) -> list[int | None]:
-    found = [name.strip(' "\r').lower() for name in head]
-    return [next((found.index(name) for name in names if name in found), None) for names in (_PATHS, _CLASSES, _SPLITS)]
+    cells = [name.strip(' "\r').lower() for name in head]
+    return [next((cells.index(name) for name in names if name in cells), None) for names in (_PATHS, _CLASSES, _SPLITS)]
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ class NextTokens(ShardedEngine):
 
     def unpack(self, engine: LayeredEngine | None, facts: Sequence[Any], whole: Placement) -> Parts:
         """Continue these sequences on another mesh, sharded anew as a batch is."""
-        self._texts = {sequence: text for each in facts for sequence, text in each["texts"]}
+        self._texts = {sequence: text for of_rank in facts for sequence, text in of_rank["texts"]}
         self._sequences, self._rows, self._cache = set(self._texts), [], Cache()
         if engine is None:
             return {}

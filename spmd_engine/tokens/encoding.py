@@ -134,8 +134,11 @@ def _answers(
             tail, at = upto[upto.rfind(content) + len(content) :], text.find(content, begin) if content else -1
             end = at + len(content) if at >= 0 else 0
             as_last = upto.startswith(text[:end])  # else a last answer, or its end, is written in another way
-            shared = end + len(commonprefix([tail, text[end:]]))
-            end = max(end, int(ends[ends <= shared].max(initial=0))) if shared > end or not tail else 0
+            shared = commonprefix([tail, text[end:]])
+            if tail != shared:  # whole lines, or at least tokens: it may contain the first letters of what follows
+                shared = shared[: shared.rfind("\n") + 1] or shared
+            last = end + len(shared)
+            end = max(end, int(ends[ends <= last].max(initial=0))) if shared or not tail else 0
         if not text.startswith(before) or end < begin:
             raise UsageError(
                 "the chat template changes earlier messages when a conversation continues, so its answers cannot be "

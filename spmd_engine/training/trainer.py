@@ -30,8 +30,11 @@ from spmd_engine.layers.contract import check_argument
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.loss_scale import LossScale
+from spmd_engine.training.numbers_by_rank import condensed, expanded
 
 GROWN = 100  #: a loss of this many times the first one is logged as a warning
+
+_BY_RANK = ("shares", "cpu_seconds", "private_bytes")  #: fields of ``StepReport`` with numbers of all ranks
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,11 @@ class StepReport:
     validation_loss: float | None = None
     validation_metrics: Mapping[str, float] | None = None  #: by name, as ``Evaluation`` has them
 
+    def as_line(self) -> dict[str, Any]:
+        """``as_dict``, with the numbers of ranks ``condensed``."""
+        fields = self.as_dict()
+        return fields | {name: condensed(fields[name]) for name in _BY_RANK if name in fields}
+
     def as_dict(self) -> dict:
         """The fields that are not None, by name; metrics by their own: ``accuracy``, ``validation_accuracy``."""
         fields = {key: value for key, value in vars(self).items() if value is not None}
@@ -71,8 +79,9 @@ class StepReport:
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> StepReport:
-        """The report whose ``as_dict`` is this; numbers without a field of their own are metrics."""
+        """The report whose ``as_dict``, or ``as_line``, is this; numbers without a field of their own are metrics."""
         own: dict[str, Any] = {name: value for name, value in line.items() if name in cls.__dataclass_fields__}
+        own |= {name: expanded(own[name]) for name in _BY_RANK if name in own}
         rest = {name: value for name, value in line.items() if name not in own and isinstance(value, float)}
         validation = {name.removeprefix("validation_"): rest.pop(name) for name in list(rest) if "validation_" in name}
         own |= {name: float(own[name]) for name in ("loss", "grad_norm")}
@@ -368,7 +377,7 @@ class StepMetrics:
         own = [_private_bytes(_now()), seconds, skips, signal or 0, requests]
         mine = np.concatenate([_state(self._mesh) - self._before, own])
         axes = _counted_axes(self._mesh)
-        ranks = np.array(by_rank(self._mesh, self._mesh.all_gather(mine[None], label="metrics")))
+        ranks = by_rank(self._mesh, self._mesh.all_gather(mine[None], label="metrics"))
         memory, seconds, skipped, signals, requested = ranks[:, -5:].T
         _check_equal(skipped)
         idle = ranks[:, 0]
@@ -391,7 +400,7 @@ class StepMetrics:
         if signal is None or self._mesh.size == 1:
             return signal or 0, requests
         by_position = self._mesh.all_gather(np.array([[skips, signal, requests]]), label="metrics")
-        ranks = np.array(by_rank(self._mesh, by_position))
+        ranks = by_rank(self._mesh, by_position)
         _check_equal(ranks[:, 0])
         return int(ranks[:, 1].max()), _any_bits(ranks[:, 2])
 
@@ -400,9 +409,12 @@ def _any_bits(ranks: np.ndarray) -> int:
     return int(np.bitwise_or.reduce(ranks.astype(np.int64)))
 
 
-def by_rank(mesh: Mesh, by_position: Sequence[Any]) -> list[Any]:
+def by_rank(mesh: Mesh, by_position: Any) -> Any:
     """Values by position on the mesh, in the order of the ranks."""
-    return [by_position[position] for position in np.argsort(mesh.ranks_in_order)]
+    positions = np.argsort(mesh.ranks_in_order)
+    if isinstance(by_position, np.ndarray):
+        return by_position[positions]
+    return [by_position[position] for position in positions]
 
 
 def _now() -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from support.command_line import metrics
-from support.labelled_images import PIXELS, write_folder, write_npz
+from support.labelled_images import LABELS, PIXELS, write_folder, write_npz
 
 FEW = ["--model", "convnet", "--steps", "2", "--batch-size", "6", "--data", "a.npz", "--run", "r"]
 
@@ -34,6 +34,17 @@ def test_train_tells_accuracy_and_infer_answers_for_bytes_and_floats(virtual, he
         answers.append(np.load(tmp_path / "y.npy"))
     assert answers[0].shape == (len(PIXELS), 3)
     np.testing.assert_allclose(answers[0], answers[1], atol=1e-5)
+    write_folder(tmp_path / "pictures")
+    (tmp_path / "pictures" / "Thumbs.db").write_text("x")
+    for source, order, count in (("pictures", np.argsort(LABELS, kind="stable"), "23"), ("a.npz", range(23), "23")):
+        code, _, errors = here("infer", "--run", "r", "--input", source, "--output", "y.npy", "--batch-size", "10")
+        assert code == 0 and f"{source}: {count} images" in errors, errors
+        np.testing.assert_allclose(np.load(tmp_path / "y.npy"), answers[0][order], atol=1e-5)
+    one = ["infer", "--run", "r", "--input", "pictures/class0/03.png", "--output", "y.npy"]
+    assert here(*one)[0] == 0
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), answers[0][[3]], atol=1e-5)
+    code, _, errors = here("infer", "--run", "r", "--input", "runs/r/config.json", "--output", "y.npy")
+    assert code == 2 and "config.json is no image in a format that is read" in errors
     np.save(tmp_path / "x.npy", PIXELS)
     code, _, errors = here("infer", "--run", "r", "--input", "x.npy", "--output", "y.npy")
     assert code == 2 and "has shape (23, 6, 5), but inputs are [b h w c]" in errors and "shape (b, 6, 5, 1)" in errors

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spmd_engine.checkpoints.hf.weights import Pretrained
+from spmd_engine.formats.gguf import BlockedTensor
 from support.command_line import QUIET, TEXT
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -67,7 +69,7 @@ def test_adapters_out_and_in(here, tmp_path):
 def test_trained_with_adapters_and_exported(here, tmp_path):
     text = tmp_path / "text"
     text.write_bytes(bytes(np.random.default_rng(0).integers(97, 107, 2000).astype(np.uint8)))
-    options = ["--data", str(text), "--steps", "1", "--batch-size", "2", *QUIET]
+    options = ["--data", str(text), "--steps", "1", "--batch-size", "2", "--length", "16", *QUIET]
     code, _, error = here("train", "--model", "llama-nano", "--lora-rank", "2", *options)
     assert code == 2 and "adapters need trained weights, and llama-nano has none" in error
     assert here("train", "--model", "llama-nano", *options, "--run", "runs/base")[0] == 0
@@ -99,6 +101,17 @@ def test_a_model_is_converted_without_a_run(here, tmp_path):
     assert code == 2 and "llama.gguf is there already" in error
     code, _, error = here("checkpoint", "convert", "nowhere", "x.gguf")
     assert code == 2 and "nowhere is no model" in error
+
+
+def test_blocks_of_a_gguf_file_are_unpacked_into_a_folder(here, tmp_path):
+    file = FOLDERS.parent / "gguf" / "llama.gguf"
+    code, _, error = here("checkpoint", "convert", str(file), "unpacked", "--dtype", "float32")
+    assert code == 0, error
+    packed, unpacked = Pretrained(file), Pretrained(tmp_path / "unpacked")
+    assert any(isinstance(each.tensor, BlockedTensor) for each in packed.filled.values())
+    assert packed.filled.keys() == unpacked.filled.keys()
+    for name in packed.filled:
+        np.testing.assert_array_equal(packed[name][...], unpacked[name][...])
 
 
 @pytest.fixture

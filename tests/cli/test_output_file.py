@@ -105,6 +105,35 @@ def test_a_text_too_short_to_be_scored_is_named(here, tmp_path):
     assert code == 2 and "'empty.txt' has 0 token(s)" in errors
 
 
+def test_texts_are_answered_a_row_each_by_the_columns_that_are_named(here, tmp_path):
+    few = ["--batch-size", "2", "--length", "16", *QUIET]
+    (tmp_path / "x.csv").write_text("title,body\n" + "".join(f"t{number},body {number}\n" for number in range(40)))
+    code, _, errors = here("train", "--run", "mine", "--steps", "0", *few, "--data", "x.csv", "--columns", "text=body")
+    assert code == 0 and "40 documents; not read: title" in errors
+    code, _, errors = here("train", "--run", "other", "--steps", "0", *few, "--data", "x.csv", "--columns", "text=bodi")
+    assert code == 2 and "line 2: no 'bodi' there; it has title, body" in errors
+    code, _, errors = here("train", "--run", "other", "--steps", "0", *few, "--columns", "text=body")
+    assert code == 2 and "--columns text=body: what is read without --data has no rows of text" in errors
+    (tmp_path / "y.csv").write_text("title,body\na,of bytes\nb,one\n")
+    code, out, errors = here("eval", "--run", "mine", "--file", "y.csv", "--columns", "text=body", "--json")
+    assert code == 0, errors
+    scored = [json.loads(line) for line in out.splitlines()]
+    assert [bytes(each["tokens"]) for each in scored] == [b"of bytes", b"one"]
+    infer = ["infer", "--run", "mine", "--columns", "text=body", "--output", "y.npy", "--input"]
+    code, _, errors = here(*infer, "y.csv")
+    assert code == 0 and "y.csv: 2 texts, of at most 8 tokens" in errors, errors
+    logits = np.load(tmp_path / "y.npy").astype(np.float64)
+    assert logits.shape[:2] == (2, 8) and np.isnan(logits[1, 3:]).all() and not np.isnan(logits[1, :3]).any()
+    for row, each in zip(logits, scored, strict=True):
+        tokens = np.array(each["tokens"])
+        row = row[: len(tokens) - 1]
+        found = row[np.arange(len(row)), tokens[1:]] - np.log(np.exp(row).sum(1))
+        np.testing.assert_allclose(found, each["log_probs"], atol=1e-5)
+    (tmp_path / "long.txt").write_text("x" * 9999)
+    code, _, errors = here(*infer, "long.txt")
+    assert code == 2 and "long.txt: 9,999 tokens; gpt-nano reads 1 to" in errors
+
+
 def test_what_is_no_text_and_what_is_damaged_is_not_scored(here, tmp_path):
     here("train", "--run", "mine", "--steps", "0", "--batch-size", "2", *QUIET, *TEXT)
     np.savez(tmp_path / "x.npz", x=np.zeros(99))

@@ -6,6 +6,7 @@ from PIL import Image
 
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import images_in_folder, images_in_table
+from spmd_engine.formats.image_files import pictures_at
 from support.labelled_images import LABELS, PIXELS, write_folder
 
 # --- folders with a subfolder for each class
@@ -272,6 +273,29 @@ def test_a_folder_inside_which_an_archive_was_unpacked_is_the_folder(tmp_path):
     found = images_in_folder(tmp_path)
     assert len(found.parts) == 2
     assert found.notes == ["1 left out: left by an operating system (__MACOSX/x.png)"]
+
+
+def test_names_of_classes_are_texts_also_beside_a_table_that_is_not_read(tmp_path):
+    place(tmp_path, "train/9/a.png", "train/10/b.png", "training/9/c.png", "val/9/d.png")
+    (tmp_path / "train" / "notes.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "test").mkdir()
+    found = images_in_folder(tmp_path)
+    assert found.names == ["10", "9"] and values(found.parts[1]) == ([3], [1])
+    assert found.notes == [
+        "1 left out: in no class's folder (train/notes.csv)",
+        "1 left out: in training/, which is not used (training/9/c.png)",
+    ]
+
+
+def test_a_folder_and_a_file_are_images_whatever_their_classes(tmp_path):
+    place(tmp_path, "cats/a.png", "b.png", "cats/more/c.png")
+    (tmp_path / "Thumbs.db").write_text("x")
+    files, notes = pictures_at(tmp_path, channels=3)
+    assert files[:][:, 0, 0, 0].tolist() == [10, 0, 20] and files.shape == (3, 4, 6, 3)
+    assert notes == ["1 left out: left by an operating system (Thumbs.db)"]
+    assert pictures_at(tmp_path / "b.png", channels=1)[0].shape == (1, 4, 6, 1)
+    with pytest.raises(UsageError, match="Thumbs.db is no image"):
+        pictures_at(tmp_path / "Thumbs.db", channels=1)
 
 
 def test_a_held_out_class_that_is_not_learnt_is_refused(tmp_path):

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import UsageError
-from spmd_engine.training.data.images import ImageRows, find_images
+from spmd_engine.formats import parquet_images
+from spmd_engine.training.data.images import ImageRows, find_images, load_images
 from support.labelled_images import LABELS, PIXELS
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -59,6 +61,48 @@ def test_parts_are_those_of_the_files_names(tmp_path):
         "columns that are not read: width",
         "1 left out: files of a part that is not used (test-00000-of-00001.parquet)",
     ]
+
+
+def test_images_are_decoded_when_they_are_needed_from_a_few_row_groups(tmp_path, monkeypatch):
+    from pyarrow import parquet
+
+    file = write(tmp_path / "a.parquet", range(len(PIXELS)))
+    parquet.write_table(parquet.read_table(file), file, row_group_size=5)
+    read_groups, read_one = [], parquet.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        parquet.ParquetFile,
+        "read_row_group",
+        lambda self, number, *more: read_groups.append(number) or read_one(self, number, *more),
+    )
+    images = ImageRows(find_images(str(file)).parts)
+    assert not read_groups
+    numbers = np.array([22, 0, 7, 21, 4])
+    np.testing.assert_array_equal(images[numbers][..., 0], PIXELS[numbers])
+    assert read_groups == [0, 1, 4]
+    np.testing.assert_array_equal(images[3:9][..., 0], PIXELS[3:9])
+    assert read_groups == [0, 1, 4]
+    monkeypatch.setattr(parquet_images, "KEPT", 1)
+    np.testing.assert_array_equal(images[:][..., 0], PIXELS)
+    assert len(images.parts[0]._kept) == 1 and read_groups == [0, 1, 4, 1, 2, 3, 4]
+
+
+def test_every_rank_opens_the_files(tmp_path):
+    file = write(tmp_path / "a.parquet", range(len(PIXELS)))
+
+    def program():
+        with Mesh(data=2) as mesh:
+            images = load_images(mesh.group(), str(file))
+            return images.x[np.array([20, 3])][..., 0], images.sha256
+
+    (first, digest), (second, other) = run_threads(program, 2)
+    np.testing.assert_array_equal(first, PIXELS[[20, 3]])
+    np.testing.assert_array_equal(second, PIXELS[[20, 3]])
+    assert digest == other
+
+
+def test_a_file_without_rows_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="a.parquet: there are no rows in it"):
+        read(write(tmp_path / "a.parquet", []))
 
 
 def test_what_is_wrong_is_one_line_with_the_row(tmp_path):

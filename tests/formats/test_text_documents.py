@@ -83,6 +83,7 @@ def test_a_parquet_table_is_read_by_its_columns_alone(tmp_path):
     made = table({"id": [1, 2, 3], "text": TEXTS, "image": [b"\0" * 99] * 3})
     parquet.write_table(made, tmp_path / "x.parquet")
     assert texts_of(tmp_path / "x.parquet") == TEXTS
+    assert [each.unread for each in read(tmp_path / "x.parquet")] == [("id", "image"), (), ()]
     parquet.write_table(made.rename_columns(["id", "article", "image"]), tmp_path / "y.parquet")
     assert texts_of(tmp_path / "y.parquet", {"text": "article"}) == TEXTS
     with pytest.raises(UsageError, match=r"y\.parquet: a document is .*it has id, article, image: name what to read"):
@@ -101,6 +102,9 @@ def test_zstd_is_unpacked_and_a_truncated_file_is_refused(tmp_path):
     assert texts_of(write(tmp_path, "x.txt.zst", packed)) == [lines(ROWS)]
     with pytest.raises(UsageError, match=r"y\.jsonl\.zst cannot be read"):
         read(write(tmp_path, "y.jsonl.zst", packed[:-9]))
+    for name in ("z.txt.ZST", "z.parquet", "z.csv.gz"):
+        with pytest.raises(UsageError, match=rf"{name} is empty, and no \.\w+ file"):
+            read(write(tmp_path, name, ""))
 
 
 def test_a_truncated_gzip_file_is_refused(tmp_path):
@@ -239,6 +243,13 @@ def test_a_large_array_is_read_in_parts(tmp_path, monkeypatch):
     assert texts_of(path) == [row["text"] for row in rows]
 
 
+def test_the_first_row_names_the_keys_that_are_not_read(tmp_path):
+    path = write(tmp_path, "x.csv", "id,text,url\n1,a,b\n2,c,d\n")
+    assert [(each.text, each.unread) for each in read(path)] == [("a", ("id", "url")), ("c", ())]
+    path = write(tmp_path, "x.jsonl", lines([{"prompt": "a", "completion": "b", "system_prompt": "c"}] * 2))
+    assert [each.unread for each in read(path)] == [("system_prompt",), ()]
+
+
 def test_columns_are_named(tmp_path):
     path = write(tmp_path, "x.csv", "title,body\na,b\n")
     assert texts_of(path, parse_columns("text=body")) == ["b"]
@@ -279,5 +290,7 @@ def test_prompts_are_lines_or_rows(tmp_path):
         ("", CHAT[:1], [1]),
         ("a\n\nb", None, None),
     ]
+    (named,) = prompts_in(str(write(tmp_path, "x.csv", "title,body\na,b\n")), {"prompt": "body"})
+    assert named.text == "b"
     with pytest.raises(UsageError, match='it must be {"prompt": TEXT}.*it has a'):
         prompts_in(str(write(tmp_path, "y.jsonl", '{"a": 1}\n')))

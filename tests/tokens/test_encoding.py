@@ -10,6 +10,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import Document
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.encoding import (
+    REWRITTEN,
     encode_chat,
     encode_conversation,
     encode_pair,
@@ -97,11 +98,22 @@ def test_earlier_answers_may_be_written_in_another_way(tmp_path):
     )
     found = encode_conversation(tokenizer, CHAT)
     learnt = tokenizer.decode(np.array(found.tokens)[found.learnt > 0])
-    assert learnt == "<think>x</think>Hi~No"
+    assert learnt == "<think>x</think>Hi~No" and found.notice == REWRITTEN
     _, prompt = encode_chat(tokenizer, CHAT[:3])
     assert found.tokens[: len(prompt)] == prompt
     with pytest.raises(UsageError, match="the chat template changes earlier messages"):
         encode_conversation(tokenizer_in(tmp_path, "qwen2", FORGETS), CHAT)
+
+
+def test_the_end_of_a_conversation_may_follow_its_last_answer_alone(tmp_path):
+    """As in Phi 3's template: the text ends with a token of its own, unless it continues."""
+    pytest.importorskip("jinja2")
+    end = "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}</s>{% endif %}"
+    template = f"{HEAD}{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}{end}"
+    tokenizer = tokenizer_in(tmp_path, "qwen2", template)
+    found = encode_conversation(tokenizer, [{**each, "content": each["content"][-2:]} for each in CHAT])
+    learnt = [tokenizer.piece(token) for token, counts in zip(found.tokens, found.learnt) if counts]
+    assert "".join(learnt) == "Hi<|im_end|>No<|im_end|>\n</s>" and not found.notice
 
 
 def test_tools_are_written_and_unwritten_ones_are_said(tmp_path):

@@ -169,7 +169,7 @@ def test_each_row_is_a_text_with_an_end(tmp_path, ending):
     assert found.tolist() == [token for text in written for token in (*text.encode(), END_OF_FILE)]
     assert ByteTokenizer().decode(corpus.validation).split("\n-----\n") == [*held_out, ""]
     left_out = "; 1 left out: empty" if ending == ".json.gz" else ""
-    assert str(corpus).endswith(f"tokens from 1 files, 60 documents{left_out}")
+    assert str(corpus).endswith(f"tokens from 1 files, 60 documents{left_out}; not read: id")
 
 
 def test_instructions_are_no_text_of_bytes(tmp_path):

@@ -19,6 +19,7 @@ from spmd_engine.arrays.random import integers, key_of
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_rank_zero, share_array
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import first_few
 from spmd_engine.models.model import Model
 from spmd_engine.tokens.tokenizer import END_OF_FILE
 from spmd_engine.training.data.array_data import SampledData
@@ -37,10 +38,12 @@ class Corpus:
     sha256: str
     documents: int = 0  #: a file has one, or one a row
     left_out: Mapping[str, int] = field(default_factory=dict)  #: numbers of rows, by the reason
+    unread: Sequence[str] = ()  #: keys or columns of rows that are not read
 
     def __str__(self) -> str:
         rows = "" if self.documents in (0, self.files) else f", {self.documents:,} documents"
         rest = "".join(f"; {count:,} left out: {reason}" for reason, count in self.left_out.items())
+        rest += f"; not read: {first_few(self.unread, 8)}" if self.unread else ""
         return f"{len(self.train):,} tokens from {self.files} files{rows}{rest}"
 
     def windows(self, length: int, seed: int = 0) -> TokenWindows:
@@ -72,12 +75,13 @@ def _read(
     if not (os.path.isfile(root) or os.path.isdir(root)):
         raise UsageError(f"--data {root}: neither a file nor a folder; write the output of a pipe into a file first")
     files = [root] if os.path.isfile(root) else _files(root, "*.py" if path is None else "*")
-    digest, end, left_out = hashlib.sha256(), np.array([END_OF_FILE], np.uint16), Counter[str]()
+    digest, end, left_out, unread = hashlib.sha256(), np.array([END_OF_FILE], np.uint16), Counter[str](), list[str]()
     train: list[np.ndarray] = []
     validation: list[np.ndarray] = []
-    contents = (
-        [(file, Path(file).read_bytes()) for file in files] if path is None else [*_contents(files, left_out, columns)]
-    )
+    if path is None:
+        contents = [(file, Path(file).read_bytes()) for file in files]
+    else:
+        contents = [*_contents(files, columns, left_out, unread)]
     for number, (file, content) in enumerate(contents):
         name = os.fsencode(file[len(root) :].lstrip(os.sep) or ".")
         digest.update(b"%s\0%d\0" % (name, len(content)))
@@ -96,26 +100,29 @@ def _read(
             f"each must be longer than the context of {context}. Give more text, or a model with a shorter context"
         )
     facts = {"documents": len(contents), "files": len(files), "sha256": digest.hexdigest(), "left_out": left_out}
+    facts["unread"] = list(dict.fromkeys(unread))
     return [*train, *validation], train_size, facts
 
 
 def _contents(
-    files: Sequence[str], left_out: Counter[str], columns: Mapping[str, str] | None
+    files: Sequence[str], columns: Mapping[str, str] | None, left_out: Counter[str], unread: list[str]
 ) -> Iterator[tuple[str, bytes]]:
-    """The file and the UTF-8 of each document; ``left_out`` gets the numbers of the other rows, by the reason."""
-    from spmd_engine.formats.text_documents import documents  # which Python's own source does not need
+    """The file and the UTF-8 of each document; ``left_out`` gets the numbers of the other rows, by the reason, and
+    ``unread`` the names of what else rows have."""
+    from spmd_engine.formats.text_documents import documents, find_files  # which Python's own source does not need
 
     for file in files:
-        size = os.path.getsize(file)
+        ((_, size),) = found = find_files([file])
         if not size:
             yield file, b""
             continue
-        for document in documents([(file, size)], 0, size, size, columns):
+        for document in documents(found, 0, size, size, columns):
             if not document.is_text:
                 raise UsageError(
                     f"--data {document.where}: an instruction, of which only the answer is learnt; encode it first: "
                     "data prepare --tokenizer PATH --output FILE, then --data FILE"
                 )
+            unread += document.unread
             if document.left_out:
                 left_out[document.left_out] += 1
             else:
