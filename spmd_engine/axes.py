@@ -142,6 +142,8 @@ class MeshPosition:
     def _names(self, over: Over) -> tuple[str, ...]:
         if over is None:
             return tuple(self.axes)
+        if not isinstance(over, Iterable):
+            raise MeshError(f"over={over!r}: name mesh axes, of {', '.join(self.axes)}")
         names = (over,) if isinstance(over, str) else tuple(over)
         for name in names:
             if name not in self.axes:
@@ -232,6 +234,8 @@ def checked_axes(axes: Mapping[str, Any]) -> dict[str, int]:
     """
     checked: dict[str, int] = {}
     for axis, size in axes.items():
+        if not axis.isidentifier():
+            raise MeshError(f"mesh axis {axis!r}: a name has letters, digits and _ only, and begins with a letter")
         by_stage = size.by_stage if isinstance(size, StageSizes) else size
         numbers = by_stage if isinstance(by_stage, (tuple, list)) else [by_stage]
         if not all(type(number) is int and number > 0 for number in numbers):

@@ -29,7 +29,7 @@ if CACHE := writable_cache():
 pytest_plugins = ["mpi_harness.plugin"]
 
 # Ranks with different examples would call different collectives; a busy machine must not cause failures.
-settings.register_profile("spmd", derandomize=True, deadline=None, max_examples=60)
+settings.register_profile("spmd", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("spmd")
 
 

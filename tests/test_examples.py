@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from mpi_harness.launch import mpiexec
+from spmd_engine import run_threads
 from spmd_engine.cli import main
-from support.command_line import ONE_THREAD, QUIET
+from support.command_line import QUIET
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -34,6 +35,7 @@ def test_virtual_ranks(mpi_run, tmp_path):
     assert "'sum over data': [4.0, 4.0]" in result.stdout.splitlines()[3]
 
 
+@pytest.mark.soak
 def test_two_shards_classify_and_keep_nothing(mpi_run, tmp_path):
     result = mpi_run(2, EXAMPLES / "two_shards.py", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
@@ -45,26 +47,20 @@ def test_two_shards_classify_and_keep_nothing(mpi_run, tmp_path):
 
 
 def test_the_commands_of_a_docstring_use_a_layer_of_one_s_own(tmp_path, monkeypatch, capsys):
-    """Those of several ranks are started as they stand, the others in this process."""
+    """On virtual ranks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "own_layer", raising=False)
     (tmp_path / "examples").symlink_to(EXAMPLES)
+    monkeypatch.syspath_prepend(tmp_path)
     commands = re.findall(r"^(?:python|mpiexec) .*", (EXAMPLES / "own_layer.py").read_text(), re.MULTILINE)
-    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, **ONE_THREAD, "PATH": scripts, "PYTHONPATH": str(EXAMPLES.parent)}
     printed = {}
     for command in commands:
         words = shlex.split(command)
         words += [*QUIET, "--batch-size", "4"] if "train" in words else []
-        if words[0] == "mpiexec":
-            done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
-            assert done.returncode == 0, f"{command}: {done.stderr}"
-            output = done.stdout
-        else:
-            main(words[3:])
-            output = capsys.readouterr().out
-        printed[words[words.index("spmd_engine") + 1]] = output
+        ranks, arguments = words[2] if words[0] == "mpiexec" else 1, words[words.index("spmd_engine") + 1 :]
+        run_threads(lambda: main(arguments), int(ranks))  # noqa: B023 (it is called now)
+        printed[arguments[0]] = capsys.readouterr().out
     assert len(printed) == 6 and "agrees to" in printed["verify"] and printed["generate"].startswith("import ")
     assert "block0/taps/w" in printed["show"] and "block0/taps" in printed["analyze"] and "plan: " in printed["plan"]
 

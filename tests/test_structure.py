@@ -75,7 +75,6 @@ STATE = {
     "configuration.py: _types": "the cache of a pure function",
     "configuration.py: _type": "the cache of a pure function",
     "checkpoints/format/manifest.py: _wrong_with": "the cache of a pure function",
-    "sharding/placement.py: _placed": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",
     "sharding/routes.py: _parts": "the cache of a pure function",
     "sharding/halos.py: plan_halos": "the cache of a pure function",

@@ -11,10 +11,16 @@ from tempfile import TemporaryFile
 from time import perf_counter
 from typing import Any
 
-from spmd_engine.adaptive.migration import BYTES_PER_SECOND, LiveMigration, describe_change, moves_as_json, moves_of
-from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks, text_from_rank_zero
+from spmd_engine.adaptive.migration import (
+    BYTES_PER_SECOND,
+    LiveMigration,
+    describe_change,
+    exchange_change,
+    moves_as_json,
+    moves_of,
+)
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.engine.reshape import Reshaper, Shape
-from spmd_engine.engine.zero.parameter_store import read_placements
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.transfer import plan_transfer
 
@@ -31,8 +37,7 @@ def estimate_change(reshaper: Reshaper, shape: Shape, step_seconds: float, folde
     """
     group, began = reshaper.all_ranks, perf_counter()
     described = on_all_ranks(group, lambda: describe_change(reshaper, shape))
-    ranks = gather_json(group, described, "migration")
-    old, new = (read_placements([facts[which] for facts in ranks]) for which in ("old", "new"))
+    old, new = exchange_change(group, described)
     assert reshaper.optimizer is not None
     kinds, nodes = len(reshaper.optimizer.kinds), list(group.comm.hosts)
     plans = [(plan_transfer(old[owned], new[owned], nodes=nodes), kinds if owned else 1) for owned in (False, True)]

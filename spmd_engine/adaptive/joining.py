@@ -186,10 +186,10 @@ class JoinRequest:
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that joining ranks must share with a job of this configuration (JSON)."""
-    from spmd_engine.runtime.environment import environment  # which imports much, on rank 0 alone
+    from spmd_engine.runtime.environment import installed_versions  # which few ranks need
 
     facts = {name: config.get(name) for name in ("model", "data", "strategy", "device", "corpus")}
-    return facts | {"spmd_engine": environment().get("spmd_engine", "")}
+    return facts | {"spmd_engine": installed_versions(["spmd_engine"]).get("spmd_engine", "")}
 
 
 def difference(theirs: Any, ours: Any, name: str = "") -> str:

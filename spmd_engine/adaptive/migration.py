@@ -26,16 +26,17 @@ from spmd_engine.arrays.meta.backend import on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.axes import count_ranks
 from spmd_engine.comm.agreement.rank_zero import failure_text, gather_json
+from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.reshape import Reshaper, Shape
 from spmd_engine.engine.state.engine_state import Copies
-from spmd_engine.engine.zero.parameter_store import Placements, describe_parts, read_placements
+from spmd_engine.engine.zero.parameter_store import Placements, parts_of, placements_of
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.rank_classes import separate_classes
 from spmd_engine.planning.dry_run.recorder import Recorder
 from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
-from spmd_engine.sharding.placement import ArrayPlacement, Placement, Rectangles
+from spmd_engine.sharding.placement import ArrayPlacement, Held, Placement, Rectangles, exchange_placements
 from spmd_engine.sharding.routes import Blocks
 from spmd_engine.sharding.transfer import PartOfTransfer, TransferPlan, plan_transfer
 from spmd_engine.units import readable_bytes
@@ -121,8 +122,8 @@ class LiveMigration:
         if reshaper.placed is not None:
             self._optimizer.prepare(reshaper.placed)
         described = self._attempt("describing the new shape", lambda: describe_change(reshaper, shape))
-        ranks = self._agree({"placements": described, "step": step_seconds})
-        old, new = (read_placements([facts["placements"][which] for facts in ranks]) for which in ("old", "new"))
+        ranks = self._agree({"step": step_seconds})
+        old, new = exchange_change(self._group, described)
         self._attempt("planning", lambda: self._make_flows(old, new))
         self._check_memory(self._agree({"needed": self._attempt("counting", self._bytes_needed)}))
         self._attempt("allocating", self._allocate)
@@ -277,7 +278,7 @@ class LiveMigration:
         parts, packed = self._attempt("packing", lambda: self._pack(copied, after)) or ([], [])
         packing = perf_counter() - began
         ranks = self._agree({**mine, "copy": self._seconds}, ends)
-        self._learn_speed(ranks)  # of the exchange before
+        self._learn_speed(ranks)  # from the exchange before
         began = perf_counter()
         received = [
             part.exchange(self._group, pieces, labels[kind == "gradients"])
@@ -343,10 +344,10 @@ class LiveMigration:
         return Copies(self._placements, model, dict(zip(self._optimizer.kinds, states, strict=True)))
 
 
-def describe_change(reshaper: Reshaper, shape: Shape) -> dict[str, Any]:
+def describe_change(reshaper: Reshaper, shape: Shape) -> dict[str, Held]:
     """The parts of all arrays that this rank has, "old", and those that it will have in another shape, "new": by its
     storage, without memory."""
-    old, new = describe_parts(reshaper.placed), describe_parts(None)
+    old, new = parts_of(reshaper.placed, "old "), parts_of(None, "new ")
     if (position := reshaper.position_in(shape)) is not None:
         axes, model = shape.axes, reshaper.model_in(shape.composition)
         ranks = DryRunRanks(axes, separate_classes(axes), Mailbox(), ["here"] * count_ranks(axes))
@@ -355,8 +356,14 @@ def describe_change(reshaper: Reshaper, shape: Shape) -> dict[str, Any]:
             mesh = ShapedMesh(ranks, position.coordinates, recorder)
             how, layout = shape.composition.changed(assign=None).how_on(axes), reshaper.layout_in(shape, model, mesh)
             options = {"dtype": reshaper.engine.dtype, "backend": backend, "drawn": False, **how}
-            new = describe_parts(LayeredEngine(model, mesh, layout, **options))
-    return {"old": old, "new": new}
+            new = parts_of(LayeredEngine(model, mesh, layout, **options), "new ")
+    return old | new
+
+
+def exchange_change(group: Group, described: Mapping[str, Held]) -> tuple[Placements, Placements]:
+    """The old and the new placements, from what ``describe_change`` returns on each rank. Collective."""
+    exchanged = exchange_placements(group, described)
+    return placements_of(exchanged, "old "), placements_of(exchanged, "new ")
 
 
 def moves_of(plans: Sequence[tuple[TransferPlan, int]]) -> dict[tuple[int, int], int]:

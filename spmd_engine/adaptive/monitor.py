@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.numbers_by_rank import expanded
 from spmd_engine.training.observers import Observer
 
 if TYPE_CHECKING:
@@ -86,12 +87,13 @@ def observe(
     if not lines:
         raise ValueError("an observation needs at least one step")
     seconds = np.array([line["seconds"] for line in lines])
-    measured = np.array([line.get("shares", [[1.0, 0.0, 0.0]]) for line in lines])  # [step, rank of the mesh, 3]
+    # [step, rank of the mesh, 3]
+    measured = np.array([expanded(line.get("shares", [[1.0, 0.0, 0.0]])) for line in lines])
     ranks = range(measured.shape[1]) if ranks is None else list(ranks)
     count = len(work or memory or ranks)
     shares, held = np.zeros((len(lines), count, 3)), np.zeros((len(lines), count))
     shares[:, ranks] = measured
-    held[:, ranks] = [line.get("private_bytes", [0] * len(ranks)) for line in lines]
+    held[:, ranks] = [expanded(line.get("private_bytes", [0] * len(ranks))) for line in lines]
     parts = shares * seconds[:, None, None]
     computing, communicating, _ = np.median(parts, axis=0).T.tolist()
     longest = float(np.median(parts[:, :, 0].max(axis=1)))  # longer if ranks are slow in turn
@@ -164,7 +166,7 @@ class CrossingLog(Observer):
         if len(self._lines) < steps or sum(line["seconds"] for line in self._lines) < seconds:
             return
         seen = observe(self._lines, 0, ranks=self._ranks, memory=self._run.memory_limits or None)
-        crossed = {each.name: str(each) for each in crossings(seen, self._config)}
+        crossed = {crossing.name: str(crossing) for crossing in crossings(seen, self._config)}
         self._lines.clear()
         if crossed.keys() != self._known:
             self._known = set(crossed)

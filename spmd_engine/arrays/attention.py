@@ -54,17 +54,21 @@ def causal_attention(
     if backend.on_device:
         return device_attention.attention(q, k, v, positions, key_positions, apart, window, cap, dtype)
     xp = backend.xp
-    y = xp.empty(q.shape, dtype)
-    tops, sums = (xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), wide) for _ in range(2))
+    y, narrow = xp.empty(q.shape, dtype), q.dtype == _FLOAT16
+    tops = xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), wide)
+    sums = xp.empty(tops.shape, wide)
     may_see_none = apart is not None or window is not None
     if may_see_none:
         y[...], tops[...], sums[...] = 0, -xp.inf, 0
     scale, least, softmax = q.shape[-1] ** -0.5, xp.finfo(wide).tiny, fastest(softmax_over_keys, tops)
     q, k, v, y_by_head = map(_by_head, (q, k, v, y))
     for rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, apart, window, 1):
-        k_block, v_block, y_block = _operand(k[keys]), _operand(v[keys]), y_by_head[*rows, :]
-        matmul(k_block, _matrices(q[*rows, :], scores).swapaxes(-1, -2), out=scores)
-        factor = _capped(scores, scale, cap)
+        matrices = (*scores.shape[:-2], scores.shape[-1], q.shape[-1])
+        q_block, k_block, v_block, y_block = q[*rows, :].reshape(matrices), k[keys], v[keys], y_by_head[*rows, :]
+        if narrow:
+            q_block, k_block, v_block = map(widened, (q_block, k_block, v_block))
+        matmul(k_block, q_block.swapaxes(-1, -2), out=scores)
+        factor = scale if cap is None else _capped(scores, scale, cap)
         hide(scores, mask)
         p, top, total = softmax(scores, factor, v_block.dtype)
         block = matmul(p.swapaxes(-1, -2), v_block, dtype=wide)
@@ -77,23 +81,11 @@ def causal_attention(
     return y, tops
 
 
-def _operand(x: Array) -> Array:
-    """``x`` as an operand of a product: bfloat16 as it is, float16, which no library multiplies, widened."""
-    return widened(x) if x.dtype == _FLOAT16 else x
+_FLOAT16 = CPU.xp.dtype("float16")  # which no library multiplies, as bfloat16: operands are widened
 
 
-def _matrices(x: Array, scores: Array) -> Array:
-    """x[... h r s k] of queries as operands [... h rs k]: those that share a head are more rows of its matrix."""
-    return _operand(x.reshape(*scores.shape[:-2], scores.shape[-1], x.shape[-1]))
-
-
-_FLOAT16 = CPU.xp.dtype("float16")
-
-
-def _capped(scores: Array, scale: float, cap: float | None) -> float:
-    """Cap scores, in place, and return the factor that they still lack."""
-    if cap is None:
-        return scale
+def _capped(scores: Array, scale: float, cap: float) -> float:
+    """Scale and cap scores, in place, and return the factor that they still lack."""
     scores *= scale
     soft_cap(scores, cap)
     return 1.0
@@ -163,7 +155,7 @@ def causal_attention_backward(
         return device_attention.attention_backward(dy, q, k, v, y, log_sums, *seen, dtype)
     dq = (xp.empty if apart is None and window is None else xp.zeros)(q.shape, dtype)
     dk, dv = xp.zeros(k.shape, wide), xp.zeros(v.shape, wide)
-    scale = q.shape[-1] ** -0.5
+    scale, narrow = q.shape[-1] ** -0.5, q.dtype == _FLOAT16
     if apart is not None or window is not None:
         log_sums = xp.maximum(log_sums, xp.finfo(log_sums.dtype).min)  # for queries without keys
     projection = _products_of_rows(dy, y)  # [b s h], or [b s h r]
@@ -171,11 +163,13 @@ def causal_attention_backward(
     exponentiated, gradient = fastest(exponentiate_keys, log_sums), fastest(softmax_gradient, log_sums)
     q, k, v, dy, dq_by_head, dk_by_head, dv_by_head = map(_by_head, (q, k, v, dy, dq, dk, dv))
     for rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, window, 2):
-        k_block, v_block = _operand(k[keys]), _operand(v[keys])
-        q_block, dy_block, dq_block = _matrices(q[*rows, :], p), _matrices(dy[*rows, :], p), dq_by_head[*rows, :]
-        of_rows = (*p.shape[:-2], 1, p.shape[-1])
+        of_rows, matrices = (*p.shape[:-2], 1, p.shape[-1]), (*p.shape[:-2], p.shape[-1], q.shape[-1])
+        q_block, dy_block = q[*rows, :].reshape(matrices), dy[*rows, :].reshape(matrices)
+        k_block, v_block, dq_block = k[keys], v[keys], dq_by_head[*rows, :]
+        if narrow:
+            q_block, dy_block, k_block, v_block = map(widened, (q_block, dy_block, k_block, v_block))
         matmul(k_block, q_block.swapaxes(-1, -2), out=p)
-        factor = _capped(p, scale, cap)
+        factor = scale if cap is None else _capped(p, scale, cap)
         slope = None if cap is None else soft_cap_slope(p, cap)
         hide(p, mask)
         weights = exponentiated(p, factor, log_sums[rows].reshape(of_rows), dy_block.dtype)

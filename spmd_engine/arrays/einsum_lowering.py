@@ -14,7 +14,7 @@ side; otherwise one copy is made. A letter of one operand alone is summed first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
 from operator import attrgetter, methodcaller
@@ -26,7 +26,7 @@ from spmd_engine.arrays.products import matmul
 from spmd_engine.errors import NotationError
 
 Shape = tuple[int, ...]
-View = Callable[[Array], Array] | None  #: how an operand is summed, transposed and reshaped; None: not at all
+View = tuple[Callable[[Array], Array], ...]  #: how an array is summed, transposed and reshaped: the steps
 
 _shape_of = attrgetter("shape")
 
@@ -42,16 +42,37 @@ def einsum(
     two sizes, an operand too many or too few dimensions, or ``out`` another shape than the result.
     """
     plan = _plan(pattern, *map(_shape_of, operands))
-    if out is not None and out.shape != plan.shape:
-        raise NotationError(f'einsum "{pattern}": the result has shape {plan.shape}, out has {out.shape}')
-    if dtype is None and out is not None:
-        dtype = out.dtype
-    result = plan.contract(operands, None if accumulate else out, dtype)
+    if out is not None:
+        if out.shape != plan.shape:
+            raise NotationError(f'einsum "{pattern}": the result has shape {plan.shape}, out has {out.shape}')
+        if dtype is None:
+            dtype = out.dtype
+    x = a = operands[0]
+    for step in plan.left:
+        a = step(a)
+    if not plan.product:
+        if dtype is None:
+            dtype = x.dtype
+        result = a if a.dtype == dtype else rounded(a, dtype)
+    else:
+        y = b = operands[1]
+        for step in plan.right:
+            b = step(b)
+        if plan.swap:
+            a, b = b, a
+        if out is not None and not accumulate and plan.is_in_order and out.flags.c_contiguous:
+            matmul(a, b, out=out.reshape(plan.product) if plan.after else out)
+            return out
+        if dtype is None and x.dtype in HALF_DTYPES and x.dtype == y.dtype:
+            dtype = x.dtype  # also if a letter of one of them was summed, wider
+        result = matmul(a, b, dtype=dtype)
+        for step in plan.after:
+            result = step(result)
     if out is None:
         return result
     if accumulate:
         out += result
-    elif result is not out:
+    else:
         out[...] = result
     return out
 
@@ -61,31 +82,11 @@ class _Plan(NamedTuple):
 
     shape: Shape  # the result's
     left: View  # of the first operand
-    right: View = None  # of the second
+    right: View = ()  # of the second
     swap: bool = False  # compute (b x a) instead of (a x b): then the result needs no transposition
     product: Shape = ()  # (batch..., left, right); of one operand empty
-    letters: Shape | None = None  # the same, with a dimension for each letter, if it is another shape
-    axes: Shape | None = None  # the transposition of these that gives the result; None: none
-
-    def contract(self, operands: tuple[Array, ...], out: Array | None, dtype: Any = None) -> Array:
-        """The result, in ``out`` where the product can be written straight into it."""
-        x = operands[0]
-        a = x if self.left is None else self.left(x)
-        if not self.product:
-            return rounded(a, x.dtype if dtype is None else dtype)
-        y = operands[1]
-        b = y if self.right is None else self.right(y)
-        if self.swap:
-            a, b = b, a
-        if out is not None and self.axes is None and out.flags.c_contiguous:
-            matmul(a, b, out=out if self.letters is None else out.reshape(self.product))
-            return out
-        if dtype is None and x.dtype in HALF_DTYPES and x.dtype == y.dtype:
-            dtype = x.dtype  # also if a letter of one of them was summed, wider
-        result = matmul(a, b, dtype=dtype)
-        if self.letters is not None:
-            result = result.reshape(self.letters)
-        return result if self.axes is None else result.transpose(self.axes)
+    after: View = ()  # of the product
+    is_in_order: bool = True  # whether the product lies in memory as the result does
 
 
 def _view(term: str, kinds: Sequence[str], sizes: Mapping[str, int]) -> View:
@@ -95,30 +96,29 @@ def _view(term: str, kinds: Sequence[str], sizes: Mapping[str, int]) -> View:
     steps: list[Callable[[Array], Array]] = []
     if remaining != term:
         axes = tuple(i for i, c in enumerate(term) if c not in order)
-        steps.append(partial(_sum, axes, tuple(sizes[c] for c in remaining)))
+        leading = axes[-1] == len(axes) - 1
+        matrix = tuple(prod(sizes[c] for c in letters) for letters in (term[: len(axes)], remaining))
+        shape = tuple(sizes[c] for c in remaining)
+        steps.append(partial(_sum_of_rows, axes, matrix, shape) if leading and matrix[1] > 1 else partial(_sum, axes))
     if remaining != order:
         steps.append(methodcaller("transpose", tuple(remaining.index(c) for c in order)))
     if any(len(kind) != 1 for kind in kinds):
         steps.append(methodcaller("reshape", tuple(prod(sizes[c] for c in kind) for kind in kinds)))
-    return partial(_through, steps) if len(steps) > 1 else steps[0] if steps else None
+    return tuple(steps)
 
 
-def _through(steps: Iterable[Callable[[Array], Array]], x: Array) -> Array:
-    for step in steps:
-        x = step(x)
-    return x
-
-
-def _sum(axes: Shape, shape: Shape, x: Array) -> Array:
-    """The sum over ``axes``, of this shape; BLAS computes it over leading axes, in half the time.
+def _sum_of_rows(axes: Shape, matrix: Shape, shape: Shape, x: Array) -> Array:
+    """The sum over leading ``axes``, of this shape, of rows of a ``matrix``: BLAS computes it in half the time.
 
     Not over all axes: there NumPy adds in pairs, which loses fewer digits than a sequential sum.
     """
-    leads, width = axes[-1] == len(axes) - 1, prod(shape)
-    if not leads or width <= 1 or x.dtype.char not in "fd" or not x.flags.c_contiguous:
-        return x.sum(axis=axes, dtype=accumulated_in(x.dtype))
-    rows = prod(x.shape[: len(axes)])
-    return (backend_of(x).ones(rows, x.dtype) @ x.reshape(rows, width)).reshape(shape)
+    if x.dtype.char not in "fd" or not x.flags.c_contiguous:
+        return _sum(axes, x)
+    return (backend_of(x).ones(matrix[0], x.dtype) @ x.reshape(matrix)).reshape(shape)
+
+
+def _sum(axes: Shape, x: Array) -> Array:
+    return x.sum(axis=axes, dtype=accumulated_in(x.dtype))
 
 
 @lru_cache(maxsize=4096)  # a growing sequence has new shapes in each step
@@ -151,9 +151,10 @@ def _plan(pattern: str, *shapes: Shape) -> _Plan:
         views = _view(a, (*batch, left, contracted), sizes), _view(b, (*batch, contracted, right), sizes)
     order = batch + left + right
     product = tuple(prod(sizes[c] for c in kind) for kind in (*batch, left, right))
-    letters = tuple(sizes[c] for c in order)
-    axes = tuple(order.index(c) for c in output) if order != output else None
-    return _Plan(shape, *views, swap, product, letters if letters != product else None, axes)
+    after = _view(order, tuple(output), sizes)
+    if (letters := tuple(sizes[c] for c in order)) != product:
+        after = methodcaller("reshape", letters), *after
+    return _Plan(shape, *views, swap, product, after, order == output)
 
 
 def _sizes(pattern: str, inputs: tuple[str, ...], shapes: tuple[Shape, ...]) -> dict[str, int]:

@@ -6,7 +6,7 @@ from inspect import signature
 from math import prod
 from typing import Any
 
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.backend import CPU, Array, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
 from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, rounded, widened
@@ -17,7 +17,7 @@ def kernels_for(x: Array, kind: str = "kernels", name: str = "") -> Any:
 
     They take 16-bit floats for the functions, by ``name``, that widen and round them in one pass with the computation.
     """
-    kernels = getattr(backend_of(x), kind)
+    kernels = getattr(CPU if type(x) is CPU.xp.ndarray else backend_of(x), kind)
     if kernels is None or not kernels.takes(x, name):
         return None
     emulated = x.dtype in HALF_DTYPES and accumulated_in(x.dtype).itemsize > 4

@@ -23,8 +23,8 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import rounded
-from spmd_engine.checkpoints.format.blocks import IN_CACHE, block_name, bytes_of, is_finite, read_into
-from spmd_engine.checkpoints.format.manifest import StoredArray, StoredBlock
+from spmd_engine.checkpoints.format.blocks import HASH, IN_CACHE, block_name, bytes_of, is_finite, read_into
+from spmd_engine.checkpoints.format.manifest import Manifest, StoredArray, StoredBlock
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.cores import cores_here
@@ -221,11 +221,12 @@ class PartOfBlock:
 class PartReader:
     """Reads parts of blocks from a folder's files, and opens each file once. Thread-safe; ``with`` closes the files.
 
-    Without ``headers`` the headers of the files are not checked.
+    ``headers`` have the hashes of blocks; without them, blocks have their own. ``compares``: also check headers.
     """
 
-    def __init__(self, folder: Path, headers: Headers | None = None) -> None:
+    def __init__(self, folder: Path, headers: Headers | None = None, *, compares: bool = True) -> None:
         self._folder, self._headers, self._opening = folder, headers, Lock()
+        self._compares = compares and headers is not None
         self._descriptors: dict[str, int] = {}
 
     def expect(self, wanted: PartOfBlock) -> None:
@@ -244,7 +245,7 @@ class PartReader:
         damage, and for values that are not finite.
         """
         block, part, rows, row, checked = asked.block, asked.part, asked.rows, asked.row, asked.checked
-        if checked and self._headers is not None:
+        if checked and self._headers is not None and self._compares:
             self._headers.check(asked.name, asked.array, block)
         name, shape = f"{asked.name}{block.rectangle}", block.rectangle.shape or (1,)
         wanted, *across = asked.within
@@ -267,7 +268,7 @@ class PartReader:
                 finite = finite and is_finite(into)
             if target is not None and into is not target:
                 target[...] = into[(slice(begin - first, end - first), *across)]
-        if checked and digest.hexdigest() != block.sha256:
+        if checked and digest.hexdigest() != (block.sha256 or (self._headers.sha256(block) if self._headers else "")):
             raise CheckpointError(
                 f"{self._folder / block.file} is damaged: {name} is not what was written (bytes {block.offset} to "
                 f"{block.offset + shape[0] * row}; its SHA-256 differs). Take this checkpoint from a copy, or remove "
@@ -300,7 +301,7 @@ class PartReader:
             os.close(self._descriptors.popitem()[1])
 
 
-# --- The headers of a checkpoint's files, which must agree with the manifest
+# --- The headers of a checkpoint's files, which must agree with the manifest, and the hashes of their blocks
 
 
 LARGEST = 1 << 30  #: bytes of a header, or a manifest
@@ -309,11 +310,28 @@ HeaderBlocks = dict[str, tuple[str, list[int], int]]  # by block name: dtype, sh
 
 
 class Headers:
-    """The headers of the files of a checkpoint of this step; each is read on first use."""
+    """The headers of the files of a checkpoint, and the hashes of their blocks; each is read on first use."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self._folder, self._step = folder, step
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._step, self._hashes = folder, manifest.step, manifest.hashes
         self._read: dict[str, HeaderBlocks] = {}
+        self._tables: dict[str, bytes] = {}
+
+    def sha256(self, block: StoredBlock) -> str:
+        """The SHA-256 that a block has in its file's table of hashes. Raises CheckpointError if that is damaged."""
+        path = self._folder / block.file
+        if block.file not in self._tables:
+            offset, rows, digest = self._hashes[block.file]
+            table = np.empty(HASH * rows, np.uint8)
+            try:
+                with open(path, "rb") as file:
+                    read_into(table.data, file.fileno(), offset)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            if sha256(table).hexdigest() != digest:
+                raise CheckpointError(f"{path} is damaged: the hashes of its blocks are not what was written")
+            self._tables[block.file] = table.tobytes()
+        return self._tables[block.file][HASH * block.row :][:HASH].hex()
 
     def check(self, name: str, array: StoredArray, block: StoredBlock) -> None:
         """Raise CheckpointError unless the file's header has the block with the same array, dtype, place and step."""

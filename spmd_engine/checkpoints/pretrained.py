@@ -76,6 +76,7 @@ def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path
     """
 
     check_argument("load_pretrained: engine", engine, LayeredEngine, "a LayeredEngine, before the path")
+    check_argument("load_pretrained: path", path, (str, Path), "that of a model's folder or file")
 
     def read() -> tuple[Pretrained, dict[str, Sliceable]]:
         pretrained = Pretrained(path)

@@ -34,6 +34,7 @@ from spmd_engine.foreign import parse_json, reading
 from spmd_engine.formats.safetensors_file import read_header, tensors_of
 from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.formats.tensor import PlainTensor
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.sharding.rectangles import Rectangle
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Checkpoint(Mapping):
             self._arrays, self.metadata = _plain_file(self.path)
         else:
             self.manifest = read_manifest(self.path)
-            self.headers = Headers(self.path, self.manifest.step)
+            self.headers = Headers(self.path, self.manifest)
             self._arrays = self.section(MODEL)
             self.metadata = {"step": self.manifest.step, **self.manifest.facts}
 
@@ -120,7 +121,7 @@ class Sliceable:
     def blocks(self) -> Sequence[Rectangle]:
         """Parts that cover the array, each read once; of a few megabytes, unless stored blocks or rows are larger."""
         full = Rectangle.whole(self.shape)
-        return self._blocks or (list(pieces_of(full, self.dtype.itemsize, BLOCK)) if full.size else [])
+        return self._blocks or (list(pieces_of(full, BLOCK // self.dtype.itemsize)) if full.size else [])
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """``self[...]``, ``self[2:5]``, ``self[-1, :, ::2]``, ...; reads only the elements between the ends.
@@ -193,6 +194,7 @@ def load_checkpoint(
     any mesh, ZeRO stage and pipeline stages. Raises CheckpointError if an array is damaged, missing or of another
     shape. Collective over the world for an engine that ``is_filled_in_place``.
     """
+    check_argument("load_checkpoint: engine", engine, ShardedEngine, "a ShardedEngine, after the folder")
     if engine.is_filled_in_place:  # rank 0 chooses: a running job may be saving a newer one just now
         folder = text_from_rank_zero(engine.group(), lambda: str(_find(folder)), CheckpointError)
     checkpoint = Checkpoint(folder)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from spmd_engine.checkpoints.format.blocks import block_name
+from spmd_engine.checkpoints.format.blocks import HASH, block_name
 from spmd_engine.checkpoints.format.folder import CheckpointFolder, RunLock, discard
-from spmd_engine.checkpoints.format.manifest import Arrays
-from spmd_engine.checkpoints.format.write import BlockToWrite, write_files
+from spmd_engine.checkpoints.format.manifest import Arrays, file_name, stored_arrays
+from spmd_engine.checkpoints.format.write import HASHES, BlockToWrite, write_files
 from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_tensors
 from spmd_engine.checkpoints.hf.weights import as_it_is
 from spmd_engine.checkpoints.load_in_place import PartOfBlock, PartReader, read_file_header
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable
-from spmd_engine.checkpoints.save import assign_blocks, file_name, stored_arrays
+from spmd_engine.checkpoints.save import assign_blocks, file_facts
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_header import dtype_of, header
@@ -54,20 +54,22 @@ def reshard_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, files:
 
 def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path:
     assert checkpoint.manifest is not None
-    loads, sections = [0] * files, {}
+    loads, sections = np.zeros(files, np.int64), {}
     unfinished = into.begin()
     try:
         for section, arrays in checkpoint.manifest.sections.items():
             placement, readable = _replicate_on_all(arrays, files), checkpoint.section(section)
             pieces = assign_blocks(placement, loads)
-            parts = {
-                unfinished / file_name(section, number): [_source(name, readable[name], piece) for name, piece in share]
-                for number, share in enumerate(pieces)
-                if share
-            }
-            written = iter(write_files(parts, {"step": str(checkpoint.manifest.step)}))
-            by_file = [next(written) if share else [] for share in pieces]
-            sections[section] = stored_arrays(section, placement, pieces, by_file)
+            shares = {}
+            for number in range(files):
+                mine = [(name, piece) for name, of_array in pieces.items() for piece in of_array.of(number)]
+                if mine:
+                    shares[number] = [_source(name, readable[name], piece) for name, piece in mine]
+            paths = {unfinished / file_name(section, number): share for number, share in shares.items()}
+            written = write_files(paths, {"step": str(checkpoint.manifest.step)})
+            described = {name: (array.shape, array.dtype, pieces[name]) for name, array in arrays.items()}
+            places = {number: file_facts(file) for number, file in zip(shares, written, strict=True)}
+            sections[section] = stored_arrays(section, described, places)
         manifest = replace(checkpoint.manifest, sections=sections)
         return into.commit(unfinished, manifest.step, manifest.text(), keep=1 << 30)
     except BaseException:
@@ -78,7 +80,10 @@ def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path
 def problems(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a sentence for each fault of a checkpoint: reads every block and the header of every file."""
     assert checkpoint.manifest is not None
-    expected: dict[str, dict[str, tuple]] = {}
+    tables = checkpoint.manifest.hashes.items()
+    expected: dict[str, dict[str, tuple]] = {
+        file: {HASHES: ("U8", [count, HASH], offset)} for file, (offset, count, _) in tables
+    }
     for section, arrays in checkpoint.manifest.sections.items():
         for name, array in arrays.items():
             for block in array.blocks:
@@ -86,7 +91,7 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
                 expected.setdefault(block.file, {})[block_name(name, block.rectangle, array.shape)] = facts
                 place = np.empty(block.rectangle.shape, dtype_of(array.dtype))
                 try:
-                    with PartReader(checkpoint.path) as reader:
+                    with PartReader(checkpoint.path, checkpoint.headers, compares=False) as reader:
                         reader.read(PartOfBlock(f"{section} {name}", array, block, block.rectangle, True, place))
                 except CheckpointError as error:
                     yield str(error)

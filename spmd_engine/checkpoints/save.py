@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from itertools import chain
 from math import prod
 from pathlib import Path
 from threading import Thread
@@ -19,12 +21,12 @@ from spmd_engine.checkpoints.format.manifest import (
     MODEL,
     OPTIMIZER,
     RESIDUES,
-    Arrays,
     Manifest,
-    StoredArray,
-    StoredBlock,
+    Pieces,
+    file_name,
+    stored_arrays,
 )
-from spmd_engine.checkpoints.format.write import BlockToWrite, Written, write_files
+from spmd_engine.checkpoints.format.write import BlockToWrite, WrittenFile, write_files
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_rank_zero, text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.layered import LayeredEngine
@@ -32,13 +34,11 @@ from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.state.assignment import shares_text
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.layers.contract import check_argument
-from spmd_engine.sharding.placement import ArrayPlacement, Placement, exchange_placements, ranks_of_blocks
+from spmd_engine.sharding.placement import ArrayPlacement, OneEach, Placement, exchange_placements, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle
 
 BLOCK = 4 << 20  #: bytes; larger rectangles become several blocks, so that a rank reads little more than its shard
 KEEP = 2  #: complete checkpoints that are kept
-
-Piece = tuple[str, Rectangle]  # the name of an array in its section, and a part of the array
 
 
 def save_checkpoint(
@@ -67,14 +67,23 @@ class WritePlan:
 
     section: str
     placement: Placement
-    pieces: list[list[Piece]]  #: by rank
+    pieces: Mapping[str, Pieces]  #: of each array
     array: Callable[[str], Array]  #: returns this rank's shard of an array by name
 
     def blocks_of(self, rank: int) -> Iterator[tuple[str, Rectangle, Array]]:
         """The blocks that this rank, number ``rank``, writes: array name, rectangle and elements."""
-        for name, piece in self.pieces[rank]:
-            held = next(rectangle for rectangle in self.placement[name].held[rank] if piece in rectangle)
-            yield name, piece, self.array(name)[piece.within(held).index]
+        for name, pieces in self.pieces.items():
+            for piece in pieces.of(rank):
+                held = next(rectangle for rectangle in self.placement[name].held[rank] if piece in rectangle)
+                yield name, piece, self.array(name)[piece.within(held).index]
+
+    def dtypes_of(self, rank: int, written: WrittenFile) -> dict[str, str]:
+        """The dtypes of the arrays whose first piece this rank, number ``rank``, has written: as written, since
+        optimizer state has other dtypes in its placement."""
+        names = [name for name, pieces in self.pieces.items() for _ in pieces.of(rank)]
+        return {
+            name: dtype for name, dtype in zip(names, written.dtypes, strict=True) if self.pieces[name].ranks[0] == rank
+        }
 
 
 class Save:
@@ -102,7 +111,7 @@ class Save:
         self._config, self._facts, self._mesh = config, dict(facts or {}), mesh_name(engine)
         self._plans = [*write_plans(engine, optimizer), *residue_plans(engine)]
         self._into = Path(text_from_rank_zero(self._group, lambda: str(self._folder.begin()), CheckpointError))
-        self._written: dict[str, list[Written]] = {}
+        self._written: dict[str, WrittenFile] = {}
         self._error = ""
         self._thread: Thread | None = None
         blocks = {plan.section: list(_blocks(plan, self._group.rank)) for plan in self._plans}
@@ -122,8 +131,12 @@ class Save:
         """Wait until all ranks have written, and commit. Raises CheckpointError on all ranks if one failed."""
         if self._thread is not None:
             self._thread.join()
-        places = {section: [[x.dtype, x.offset, x.sha256] for x in part] for section, part in self._written.items()}
-        results = gather_json(self._group, {"error": self._error, "written": places}, "save")
+        rank, plans = self._group.rank, {plan.section: plan for plan in self._plans}
+        written = {
+            section: [*file_facts(file), plans[section].dtypes_of(rank, file)]
+            for section, file in self._written.items()
+        }
+        results = gather_json(self._group, {"error": self._error, "written": written}, "save")
         failed = {rank: result["error"] for rank, result in enumerate(results) if result["error"]}
         if failed:
             on_rank_zero(self._group, lambda: discard(self._into))
@@ -157,75 +170,107 @@ class Save:
     def _manifest(self, results: Sequence[Mapping[str, Any]]) -> Manifest:
         sections = {}
         for plan in self._plans:
-            written = [[Written(*block) for block in rank["written"].get(plan.section, [])] for rank in results]
-            sections[plan.section] = stored_arrays(plan.section, plan.placement, plan.pieces, written)
+            files, dtypes = {}, {}
+            for rank, result in enumerate(results):
+                if plan.section in result["written"]:
+                    *files[rank], of_rank = result["written"][plan.section]
+                    dtypes |= of_rank
+            arrays = {
+                name: (array.shape, dtypes.get(name) or dtype_name(array.dtype, name), plan.pieces[name])
+                for name, array in plan.placement.items()
+            }
+            sections[plan.section] = stored_arrays(plan.section, arrays, files)
         return Manifest(self.step, sections, self._facts, self._config, self._mesh)
 
 
-def file_name(section: str, rank: int) -> str:
-    """The file in which a rank writes its blocks of a section."""
-    return f"{section}-{rank:05d}.safetensors"
+def file_facts(file: WrittenFile) -> tuple[int, str]:
+    """What the manifest says of a file: the byte at which its blocks begin, and the SHA-256 of their hashes."""
+    return file.first, sha256(file.hashes).hexdigest()
 
 
-def stored_arrays(
-    section: str, placement: Placement, pieces: Sequence[Sequence[Piece]], written: Sequence[Sequence[Written]]
-) -> Arrays:
-    """A section of the manifest, from the pieces of every rank and the places where the rank has written them."""
-    blocks: dict[str, list[StoredBlock]] = {name: [] for name in placement}
-    dtypes: dict[str, str] = {}  # as written; optimizer state has other dtypes in its placement
-    for rank, (rank_pieces, places) in enumerate(zip(pieces, written, strict=True)):
-        for (name, rectangle), place in zip(rank_pieces, places, strict=True):
-            blocks[name].append(StoredBlock(rectangle, file_name(section, rank), place.offset, place.sha256))
-            dtypes[name] = place.dtype
-    return {
-        name: StoredArray(array.shape, dtypes.get(name) or dtype_name(array.dtype, name), tuple(blocks[name]))
-        for name, array in placement.items()
-    }
-
-
-def assign_blocks(placement: Placement, loads: list[int], *, block_bytes: int = BLOCK) -> list[list[Piece]]:
-    """Assign pieces of ``block_bytes`` to ranks, so that each element is written once, by a rank that holds it.
+def assign_blocks(placement: Placement, loads: np.ndarray, *, block_bytes: int = BLOCK) -> dict[str, Pieces]:
+    """Divide arrays into pieces of ``block_bytes``, and assign each to a rank that holds it.
 
     Among replicas, the rank with the least load writes a piece. ``loads``, the bytes of each rank, are increased. The
     result depends on the arguments alone, so all ranks get the same one.
     """
-    assigned: list[list[Piece]] = [[] for _ in loads]
-    parts: dict[int, list[tuple[list[Rectangle], list[int]]]] = {}  # equal layers share one placement
+    assigned: dict[str, Pieces] = {}
+    parts: dict[int, _Parts | Pieces] = {}  # equal layers share one placement, and without replicas also the result
     for name, array in placement.items():
         if id(array) not in parts:
-            parts[id(array)] = [
-                (list(pieces_of(rectangle, array.dtype.itemsize, block_bytes)), sorted(ranks))
-                for rectangle, ranks in _holders(array)
-            ]
-        for pieces, ranks in parts[id(array)]:
-            for piece in pieces:
-                rank = min(ranks, key=loads.__getitem__)  # the first of equals
-                loads[rank] += piece.size * array.dtype.itemsize
-                assigned[rank].append((name, piece))
+            parts[id(array)] = _parts_of(array, block_bytes // array.dtype.itemsize)
+        part = parts[id(array)]
+        if isinstance(part, _Parts):
+            nbytes, ranks, first = part.sizes * array.dtype.itemsize, [], 0
+            for count, size in zip(part.counts.tolist(), nbytes.tolist(), strict=True):
+                holders = part.holders[first : first + count]
+                ranks.append(rank := int(holders[loads[holders].argmin()]))  # the first of equals
+                loads[rank] += size
+                first += count
+            assigned[name] = Pieces(part.bounds, np.array(ranks, np.int64))
+        else:
+            np.add.at(loads, part.ranks, part.sizes * array.dtype.itemsize)
+            assigned[name] = part
     return assigned
 
 
-def _holders(array: ArrayPlacement) -> Iterator[tuple[Rectangle, list[int]]]:
-    """Every owned rectangle with the ranks that hold it: replicas of the rectangle that contains it."""
+@dataclass
+class _Parts:
+    """The pieces of an array with replicas."""
+
+    bounds: np.ndarray  #: int[pieces 2 dims]: start and stop
+    sizes: np.ndarray  #: int[pieces]: elements
+    holders: np.ndarray  #: the ranks that hold each piece, one piece after the other
+    counts: np.ndarray  #: int[pieces]: how many ranks these are
+
+
+def _parts_of(array: ArrayPlacement, elements: int) -> _Parts | Pieces:
+    """The pieces of an array, of about so many ``elements``, with the one rank, or with all, that hold each."""
+    bounds, holders, counts = _owned(array)
+    sizes = (bounds[:, 1] - bounds[:, 0]).prod(axis=1)
+    if (sizes > elements).any():
+        ends = np.cumsum(counts)[:-1]
+        parts = [
+            (piece, ranks)
+            for (start, stop), ranks in zip(bounds.tolist(), np.split(holders, ends), strict=True)
+            for piece in pieces_of(Rectangle(tuple(start), tuple(stop)), elements)
+        ]
+        bounds = np.array([piece for piece, _ in parts], np.int64)
+        holders, counts = np.concatenate([ranks for _, ranks in parts]), np.array([len(ranks) for _, ranks in parts])
+        sizes = (bounds[:, 1] - bounds[:, 0]).prod(axis=1)
+    return Pieces(bounds, holders) if len(holders) == len(bounds) else _Parts(bounds, sizes, holders, counts)
+
+
+def _owned(array: ArrayPlacement) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The bounds of every owned rectangle that is not empty, int[rectangles 2 dims]; the ranks that hold each, one
+    rectangle after the other; and how many these are: replicas of the rectangle that contains it."""
+    if isinstance(array.held, OneEach) and isinstance(array.owned, OneEach):
+        numbers, owners = array.held.numbers, np.flatnonzero(array.owned.present)
+        holders = np.argsort(numbers, kind="stable")[np.count_nonzero(numbers < 0) :]
+        return array.held.bounds[owners], holders, np.bincount(numbers[holders], minlength=1)[owners]
     ranks = ranks_of_blocks(array.held)
+    rectangles, holders = [], []
     for owner, owned in enumerate(array.owned):
         for rectangle in owned:
             if rectangle.size:
                 within = next(held for held in array.held[owner] if rectangle in held)
-                yield rectangle, ranks[within]
+                rectangles.append(rectangle)
+                holders.append(sorted(ranks[within]))
+    bounds = np.array(rectangles, np.int64).reshape(len(rectangles), 2, len(array.shape))
+    return bounds, np.array(list(chain(*holders)), np.int64), np.array(list(map(len, holders)), np.int64)
 
 
-def pieces_of(rectangle: Rectangle, itemsize: int, block_bytes: int) -> Iterator[Rectangle]:
-    """Split a rectangle that is not empty into runs of whole rows of about ``block_bytes``."""
+def pieces_of(rectangle: Rectangle, elements: int) -> Iterator[Rectangle]:
+    """Split a rectangle that is not empty into runs of whole rows of about so many ``elements``."""
     row = prod(rectangle.shape[1:])
-    run = row * max(1, block_bytes // (row * itemsize))
+    run = row * max(1, elements // row)
     for first in range(0, rectangle.size, run):
         yield from rectangle.elements(first, min(rectangle.size, first + run))
 
 
 def write_plans(engine: ShardedEngine, optimizer: Optimizer | None) -> list[WritePlan]:
     """The parts of an engine and of its optimizer's state that each rank writes. Collective over the world."""
-    loads = [0] * engine.group().size
+    loads = np.zeros(engine.group().size, np.int64)
     stored = engine.placement()
     plans = [
         WritePlan(MODEL, stored, assign_blocks(stored, loads), {**engine.parameters, **engine.buffers}.__getitem__)
@@ -251,8 +296,9 @@ def residue_plans(engine: ShardedEngine) -> list[WritePlan]:
     group = engine.group()
     residues = {f"{group.rank:05d}/{name}": array for name, array in engine.residues.items()}
     held = {name: (array.dtype, Rectangle.whole(array.shape)) for name, array in residues.items()}
-    placement = exchange_placements(group, held, label="residues")
-    return [WritePlan(RESIDUES, placement, assign_blocks(placement, [0] * group.size), residues.__getitem__)]
+    placement = exchange_placements(group, {RESIDUES: held}, label="residues")[RESIDUES]
+    pieces = assign_blocks(placement, np.zeros(group.size, np.int64))
+    return [WritePlan(RESIDUES, placement, pieces, residues.__getitem__)]
 
 
 def mesh_name(engine: ShardedEngine) -> str:
@@ -265,8 +311,8 @@ def mesh_name(engine: ShardedEngine) -> str:
         name += f" with shares {shares_text(engine.layout.shares)}"
     if mesh.node_count == 1:
         return name
-    hosts = list(dict.fromkeys(mesh.nodes_by_rank))
-    return f"{name} on nodes {','.join(str(hosts.index(node)) for node in mesh.nodes_by_rank)}"
+    numbers: dict[str, int] = {}
+    return f"{name} on nodes {','.join(str(numbers.setdefault(node, len(numbers))) for node in mesh.nodes_by_rank)}"
 
 
 def _blocks(plan: WritePlan, rank: int) -> Iterator[BlockToWrite]:

@@ -12,6 +12,8 @@ from rich.console import Console
 from spmd_engine.axes import all_positions
 from spmd_engine.cli.options import LongCommand, axes_of, model_on, output_option, present, takes_job
 from spmd_engine.cli.values import WholeRange
+from spmd_engine.engine.batch import check_batch
+from spmd_engine.engine.build import composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.observability.step import draw_memory_of_step, print_shards, print_step
 from spmd_engine.planning import Samples, analyze_engine
@@ -74,6 +76,9 @@ def analyze(
         analysis = analyze_engine(make, axes, _samples(job), optimizer=optimizer_of(job.training))
     else:
         model, composition = model_on(axes, job)
+        position = all_positions(axes)[0]
+        spec = composed_layout(model, position, composition).spec(model.inputs)
+        check_batch(job.data.batch_size, job.data.micro_batches, spec, position)
         analysis = analyze_step(model, axes, composition, device=job.device, **step_of(job))
     console = Console(highlight=False, width=WIDTH, soft_wrap=True)
     if shards:

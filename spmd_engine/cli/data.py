@@ -91,12 +91,12 @@ _LISTED = 20  #: most files of which a summary is printed
 
 def _by_file(summary: Sequence[FileSummary]) -> list[str]:
     """A line a file, first those of which something is not read; nothing for a single file without remarks."""
-    ordered = sorted(summary, key=lambda each: not (each.left_out or each.notices))
-    lines = [str(each) for each in ordered[:_LISTED]]
+    ordered = sorted(summary, key=lambda of_file: not (of_file.left_out or of_file.notices))
+    lines = [str(of_file) for of_file in ordered[:_LISTED]]
     if len(ordered) > _LISTED:
         rest = FileSummary(f"{len(ordered) - _LISTED:,} more files")
-        for each in ordered[_LISTED:]:
-            rest.merge(each)
+        for of_file in ordered[_LISTED:]:
+            rest.merge(of_file)
         lines.append(str(rest))
     return lines
 

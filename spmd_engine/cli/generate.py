@@ -12,7 +12,7 @@ import click
 
 from spmd_engine.cli.options import LongCommand, open_mesh, takes_job
 from spmd_engine.cli.text_model import HELP, SERVED, TextModel, checkpoint_option, open_text_model, run_option
-from spmd_engine.cli.values import WholeNumber, WholeRange
+from spmd_engine.cli.values import NumberRange, WholeNumber, WholeRange
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, waits_outside
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import Columns, parse_columns, prompts_in
@@ -25,7 +25,7 @@ from spmd_engine.training.train_config import TrainConfig
 
 TOKENS = 240  #: most new tokens, without a limit of the model
 
-_SHARE = click.FloatRange(0, 1)
+_SHARE = NumberRange(0, 1)
 
 
 @click.command(cls=LongCommand, short_help="Write text with a model.")
@@ -44,11 +44,11 @@ _SHARE = click.FloatRange(0, 1)
 @click.option(
     "--tokens", type=WholeRange(min=1), help=f"Most new tokens. [default: the model's own limit, or {TOKENS}]"
 )
-@click.option("--temperature", type=click.FloatRange(0, LARGEST), help="Divides logits; 0: greedy.")
+@click.option("--temperature", type=NumberRange(0, LARGEST), help="Divides logits; 0: greedy.")
 @click.option("--top-k", type=WholeRange(min=0), help="Sample from this many of the likeliest tokens; 0: all.")
 @click.option("--top-p", type=_SHARE, help="Sample from the likeliest tokens with this total probability.")
 @click.option("--min-p", type=_SHARE, help="Sample from tokens with this fraction of the largest probability.")
-@click.option("--repetition-penalty", type=click.FloatRange(1e-6, LARGEST), help="Above 1: repeat tokens less.")
+@click.option("--repetition-penalty", type=NumberRange(1e-6, LARGEST), help="Above 1: repeat tokens less.")
 @click.option("--greedy", is_flag=True, help="Take the likeliest token, whatever the model's own configuration says.")
 @click.option("--seed", type=WholeNumber(), default=0, help="Seed of sampling.")
 @click.option("--samples", type=WholeRange(min=1), default=1, help="Texts for each prompt.")

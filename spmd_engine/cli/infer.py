@@ -93,10 +93,10 @@ def infer(source, target, run, checkpoint, batch_size, trust_code, job) -> None:
             serving, _ = open_pretrained(job.model, opened, job.composition, device=job.device, trained=False)
 
         def read_for_model() -> Inputs:
-            found = _samples(source, serving, run, checkpoint, job) if array is None else array
-            if not isinstance(found, list):
-                _check_shape(found, source, serving)
-            return found
+            samples = _samples(source, serving, run, checkpoint, job) if array is None else array
+            if not isinstance(samples, list):
+                _check_shape(samples, source, serving)
+            return samples
 
         inputs = on_rank_zero(opened.group(), read_for_model)
         outputs = _Outputs()
@@ -116,9 +116,9 @@ class _Outputs(list[np.ndarray]):
 
 def _save(target: str, outputs: list[np.ndarray]) -> None:
     longest = np.max([output.shape for output in outputs], axis=0)[1:]
-    if any(output.shape[1:] != (*longest,) for output in outputs):  # of texts
-        ends = [[(0, 0), *((0, most - size) for most, size in zip(longest, each.shape[1:]))] for each in outputs]
-        outputs = [np.pad(each, end, constant_values=np.nan) for each, end in zip(outputs, ends, strict=True)]
+    if any(output.shape[1:] != (*longest,) for output in outputs):  # texts of several lengths
+        ends = [[(0, 0), *((0, most - size) for most, size in zip(longest, output.shape[1:]))] for output in outputs]
+        outputs = [np.pad(output, end, constant_values=np.nan) for output, end in zip(outputs, ends, strict=True)]
     with output_file(target) as file:  # np.save would add .npy to another ending
         np.save(file, np.concatenate(outputs))
 
@@ -134,18 +134,18 @@ def _samples(source: str, engine: ShardedEngine, run: str | None, checkpoint: st
         return images
     if not isinstance(engine, LayeredEngine) or not engine.model.vocabulary:
         return read_inputs(source)  # which raises the error
-    found = tokens_in(source, tokenizer_of(run, checkpoint, job), parse_columns(job.data.columns))
-    if not found:
+    texts = tokens_in(source, tokenizer_of(run, checkpoint, job), parse_columns(job.data.columns))
+    if not texts:
         raise UsageError(f"--input {source}: there is nothing to read in it")
-    for where, tokens in found:
+    for where, tokens in texts:
         if not tokens or 0 < engine.model.context < len(tokens):
             raise UsageError(
                 f"{where}: {len(tokens):,} tokens; {engine.model.name} reads 1 to {engine.model.context:,}"
             )
     click.echo(
-        f"{source}: {len(found):,} texts, of at most {max(len(tokens) for _, tokens in found):,} tokens", err=True
+        f"{source}: {len(texts):,} texts, of at most {max(len(tokens) for _, tokens in texts):,} tokens", err=True
     )
-    return [np.array([tokens]) for _, tokens in found]
+    return [np.array([tokens]) for _, tokens in texts]
 
 
 def _read(source: str, target: str) -> np.ndarray | None:

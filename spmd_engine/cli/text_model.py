@@ -118,13 +118,13 @@ def tokenizer_of(run: str | None, checkpoint: str | None, job: TrainConfig) -> T
 
 def tokens_in(file: str, tokenizer: Tokenizer, columns: Columns | None) -> list[tuple[str, list[int]]]:
     """The place and the tokens of each document of a file; a text has no end, since it may continue."""
-    found = []
+    texts = []
     for document in documents(find_files([file]), 0, ALL, ALL, columns):
         if document.is_text and not document.left_out:
-            found.append((document.where, encode_prompt(tokenizer, document.content())))
+            texts.append((document.where, encode_prompt(tokenizer, document.content())))
         elif not document.left_out:
-            found.append((document.where, encoded_document(document, tokenizer).tokens))
-    return found
+            texts.append((document.where, encoded_document(document, tokenizer).tokens))
+    return texts
 
 
 def _build(model: ModelConfig, mesh: Mesh, job: TrainConfig) -> LayeredEngine:

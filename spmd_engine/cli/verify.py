@@ -14,7 +14,7 @@ import numpy as np
 from spmd_engine.arrays.precision import HALVES, emulated
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.options import LongCommand, chosen_settings, open_mesh, print_notices, takes_job
-from spmd_engine.cli.values import WholeRange
+from spmd_engine.cli.values import NumberRange, WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
@@ -49,7 +49,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # sizes of the small models of strategies/
 @click.option("--steps", type=WholeRange(min=1), default=3, help="Optimizer steps.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     help="Largest difference, relative to a tensor's largest element. [default: 1e-9]",
 )
 @click.option("--input-shape", metavar="N,N,...", help="For an engine of your own: shape of whole inputs, batch first.")

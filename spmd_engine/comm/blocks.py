@@ -30,6 +30,17 @@ def spans(lengths: Sequence[int]) -> list[slice]:
     return parts
 
 
+def merged(parts: Sequence[slice]) -> list[slice]:
+    """The parts that are not empty, in their order, adjacent ones as one."""
+    found: list[slice] = []
+    for part in parts:
+        if found and found[-1].stop == part.start:
+            found[-1] = slice(found[-1].start, part.stop)
+        elif part.stop > part.start:
+            found.append(part)
+    return found
+
+
 def joined(blocks: Sequence[Any], axis: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
     """``blocks`` (Block) joined along ``axis``, in exactly this ``dtype``.
 

@@ -22,6 +22,7 @@ from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.nccl_ranks import QueuedCall
 from spmd_engine.comm.pending import Queued, Steps
+from spmd_engine.comm.rounds import Payload
 from spmd_engine.comm.shared_memory.slot_table import Entries, SlotTable
 from spmd_engine.comm.transports.nccl import NcclTransport
 from spmd_engine.comm.transports.shared_memory import readable
@@ -162,6 +163,20 @@ class Collective(PreparedCall, ABC):
     def move(self, transport: Transport, x: Array, result: Array, lengths: Sequence[int] | None) -> Steps:
         """Move data until ``result`` is the result for contiguous ``x``; ``lengths``: of the blocks of all ranks."""
 
+    def reduction(self, routing: Routing, blocks: Sequence[Any]) -> Payload | None:
+        """The payload of the agreement between nodes, which reduces arrays on the way; None: it does not.
+
+        ``blocks``: arrays of this node's ranks, which have made the same call, or of this rank.
+        """
+
+    def gathers(self, routing: Routing) -> bool:
+        """Whether ranks gather parts after such a reduction."""
+        return False
+
+    def complete(self, routing: Routing, payload: Payload, transport: Transport | None, result: Array) -> Steps:
+        """Fill flat ``result`` from the complete ``payload``."""
+        raise NotImplementedError
+
     def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
         """Lengths of the blocks that the call joins; None if all ranks make the same call.
 
@@ -183,7 +198,8 @@ class Collective(PreparedCall, ABC):
             nccl.check()
             target = target if target is not None else home.empty(self.shape, x.dtype)
             ready = nccl.backend.record()  # from now on these arrays may be read and written
-        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, *offer)
+        reduction = partial(self.reduction, routing)
+        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, *offer, reduction)
         self.expect(agreed.entries)
         lengths = yield from self.lengths(routing, number, agreed)
         shape = self.shape_of(lengths)
@@ -191,16 +207,23 @@ class Collective(PreparedCall, ABC):
             target = None
         result_bytes = prod(shape) * local.itemsize
         size = agreed.most if self.signature.operation == "all_to_all" else max(self.payload, result_bytes)
-        transport = self.transport(routing, number, agreed, size)
+        gathers = agreed.payload is None or self.gathers(routing)
+        transport = self.transport(routing, number, agreed, size) if gathers else None
         is_read = isinstance(transport, NcclTransport) or routing.is_for_messages(local)
         if not is_read:  # as other ranks have theirs on the host
             offer, target = Offer((yield from routing.staged(local))), None
-        if transport is None or (self.one_phase and transport.blocks):
+        if agreed.payload is not None:
+            result = offer.result if offer.result is not None else target
+            result = result if result is not None else np.empty(shape, local.dtype)
+            yield from self.complete(routing, agreed.payload, transport, result.reshape(-1))
+        elif transport is None or (self.one_phase and transport.blocks):
             blocks = agreed.blocks if transport is None else transport.blocks
             result = self.finish(agreed.signatures, blocks, target)
             result = result[0] if self.returns_lengths else result
         else:
             result = offer.result
+            if routing.one_node and target is not None and result is offer.readable:
+                result = target  # the other is a copy, which the transport fills, too
             if result is None or result.shape != shape:
                 result = target if target is not None else backend_of(offer.data).empty(shape, local.dtype)
                 ready = ready if target is not None else None

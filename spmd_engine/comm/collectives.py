@@ -13,15 +13,22 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, CudaBackend, backend_of
 from spmd_engine.arrays.memory import address_of
+from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.comm.agreement.call_agreement import Agreed
 from spmd_engine.comm.agreement.signature import Signature, Signatures, number_of
-from spmd_engine.comm.blocks import Reducer, joined, reducible, span, spans
+from spmd_engine.comm.blocks import Reducer, joined, merged, reducer, reducible, span, spans
 from spmd_engine.comm.calls import Collective, Offer, PreparedCall, Shape, copied
 from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.pending import Queued, Steps
+from spmd_engine.comm.rounds import Payload, reduce_rounds, sum_rounds
 from spmd_engine.comm.shared_memory.cross_memory import flat
 from spmd_engine.comm.transports.nccl import NcclTransport
-from spmd_engine.comm.transports.shared_memory import keeps_apart, readable_with_result, reduce_in_pieces
+from spmd_engine.comm.transports.shared_memory import (
+    keeps_apart,
+    readable_result,
+    readable_with_result,
+    reduce_in_pieces,
+)
 from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.errors import UsageError
 
@@ -61,7 +68,7 @@ class BroadcastCall(PreparedCall):
         home = home or CPU
         if root_array is not None:
             root_array = yield from routing.ready(root_array)
-        offered = self.readable(routing, root_array) if routing.one_node and root_array is not None else None
+        offered = self.readable(routing, root_array) if root_array is not None else None
         agreed = yield from routing.agreement.reach(self.signature, self.expected, number, root_array, offered)
         self.expect(agreed.entries)
         shape, dtype = agreed.root.array_type
@@ -76,7 +83,9 @@ class BroadcastCall(PreparedCall):
             data = self.finish(None, agreed.blocks if transport is None else transport.blocks, None)
         else:
             backend = home if routing.connections.device_aware and not agreed.host else CPU
-            data = root_array.copy() if root_array is not None else backend.empty(shape, dtype)
+            data = (backend if backend.on_device else routing.connections).empty(shape, dtype)
+            if root_array is not None:
+                data[...] = root_array
             yield from transport.broadcast(data.reshape(-1), self.signature.root)
         if transport is not None:
             yield from transport.end()
@@ -91,6 +100,36 @@ class Reducing(Collective):
     """The reduction of the arrays of all ranks, or of this rank's parts of them."""
 
     reduce: Reducer
+
+    def reduction(self, routing: Routing, blocks: Sequence[Any]) -> Payload | None:
+        """The sums of this node's ranks, of the whole array or of the parts of this rank's lane."""
+        count, senders, wide = self._parts_on_the_way(routing), routing.connections.senders, accumulated_in(self.dtype)
+        if count == 0:
+            return None
+        parts = [slice(0, blocks[0].size)] if count == 1 else [self.places[senders.outer(r)] for r in range(count)]
+        lengths, slices = [part.stop - part.start for part in parts], merged(parts)
+        sums, combined = np.empty(sum(lengths), wide), _added(self.signature.reduction)
+        for part, place in zip(slices, spans([part.stop - part.start for part in slices]), strict=True):
+            pieces = [flat(block)[part] for block in blocks]
+            if len(pieces) == 1:
+                sums[place] = pieces[0]
+            else:
+                reduce_in_pieces([sums[place]], pieces, reducer(combined, self.dtype, np))
+        rounds = sum_rounds(senders.size) if count == 1 else reduce_rounds(senders.rank, senders.size)
+        return Payload(sums, spans(lengths), rounds, reducer(combined, wide, np))
+
+    def _parts_on_the_way(self, routing: Routing) -> int:
+        size = prod(self.signature.array_type[0]) * accumulated_in(self.dtype).itemsize
+        return routing.parts_on_the_way(self.signature.operation, size)
+
+    def complete(self, routing: Routing, payload: Payload, transport: Transport | None, result: Array) -> Steps:
+        mine = payload.parts[0] if len(payload.parts) == 1 else payload.parts[routing.connections.senders.rank]
+        total = payload.x[mine]
+        if self.signature.reduction == "mean":
+            total /= total.dtype.type(self.ranks)
+        result[self.places[self.rank] if transport is not None else ...] = total
+        if transport is not None:
+            yield from transport.all_gather(result, self.places)
 
     def finish(self, signatures: Signatures | None, blocks: Sequence[Any], out: Array | None) -> Array:
         """``out`` may be one of the blocks; otherwise it must not overlap any."""
@@ -114,16 +153,23 @@ class AllReduceCall(Reducing):
         mine = span(operand.size, group.size, group.rank)
         part_bytes = (mine.stop - mine.start) * operand.itemsize
         fields = {"sent": operand.nbytes - part_bytes + part_bytes * (group.size - 1), "shape": operand.shape}
-        fields["reduce"] = group.reducer(operand, op)
+        fields["reduce"], fields["places"] = group.reducer(operand, op), group.connections.split(operand.size)
         return cls.prepare(group, "all_reduce", operand, label, {"reduction": op}, **fields)
+
+    def gathers(self, routing: Routing) -> bool:
+        return self._parts_on_the_way(routing) > 1
 
     def offer(self, routing: Routing, local: Array, target: Array | None) -> Offer:
         local = local if target is None or keeps_apart(target, local, (...,)) else local.copy()
+        node_table = routing.connections.node_table
+        if self.signature.inline and not routing.one_node and node_table is not None and self.gathers(routing):
+            return Offer(local, None, readable_result(node_table, local, target))
         table = routing.table_to_offer(self.signature, local, local.nbytes)
         if table is None:
             return Offer(local)
-        offered, result = readable_with_result(table, local, target)
-        return Offer(local if offered is None else offered, offered, result)
+        copies = routing.one_node and local.nbytes <= routing.connections.tuning.copied
+        offered, result = readable_with_result(table, local, target, copies)
+        return Offer(local, offered, result)
 
     def move(self, transport: Transport, x: Array, result: Array, lengths: Sequence[int] | None) -> Steps:
         return transport.all_reduce(x.reshape(-1), result.reshape(-1), self.signature.reduction)
@@ -149,7 +195,9 @@ class ReduceScatterCall(Reducing):
 
     def offer(self, routing: Routing, local: Array, target: Array | None) -> Offer:
         local = local if target is None or keeps_apart(target, local, self.parts[self.rank]) else local.copy()
-        offered = local if self.signature.inline or routing.one_node else self.packed(local)
+        if routing.one_node or (self.signature.inline and not self._parts_on_the_way(routing)):
+            return Offer(local, self.readable(routing, local))
+        offered = self.packed(local)
         return Offer(offered, self.readable(routing, offered))
 
     def move(self, transport: Transport, x: Array, result: Array, lengths: Sequence[int] | None) -> Steps:
@@ -299,6 +347,11 @@ PREPARE = {
     "all_gather": AllGatherCall.of,
     "all_to_all": AllToAllCall.of,
 }
+
+
+def _added(reduction: str) -> str:
+    """The reduction of parts of what ``reduction`` reduces."""
+    return "sum" if reduction == "mean" else reduction
 
 
 def _axis(group: Routing, operation: str, x: Array, axis: int) -> int:

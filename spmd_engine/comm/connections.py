@@ -1,7 +1,7 @@
 """What the calls of a communicator's ranks use besides its messages: numbers, thresholds, and faster connections.
 
-There is one such record for each communicator, which all groups of these ranks share. Without shared memory, an MPI
-library and NCCL, calls need only the first lines of it, and all data travel by messages.
+There is one such record for each communicator, which all groups of these ranks share. Without shared memory and NCCL,
+calls need only the first lines of it, and all data travel by messages.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spmd_engine.comm.communicators.communicator import Communicator, MessagePart
+from spmd_engine.comm.blocks import span
+from spmd_engine.comm.communicators.communicator import Communicator, MessagePart, Ranks
 from spmd_engine.comm.nccl_ranks import NcclRanks
 from spmd_engine.comm.pending import CallOrder
 from spmd_engine.comm.shared_memory.arena import Neighbours
 from spmd_engine.comm.shared_memory.slot_table import SlotTable
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Comm
-
     from spmd_engine.arrays.backend import CudaBackend
 
 
@@ -30,28 +29,25 @@ if TYPE_CHECKING:
 class Tuning:
     """Thresholds in bytes, unless stated otherwise. They must be equal on all ranks, as transports follow from them."""
 
-    #: Largest payload of all ranks together that travels inline between nodes, so that a small call is one exchange.
-    with_agreement: int = 1 << 14
+    #: Largest payload that travels inline between nodes, so that a call is one exchange: of all ranks together, or, in
+    #: a reduction, of each. A receiver allocates so many bytes in each round.
+    with_agreement: int = 1 << 17
+    #: The same for payloads of which a node needs a part alone, or sends several copies.
+    repeated_with_agreement: int = 1 << 14
+    #: Largest array that is reduced as a whole on the way: it takes half the messages, but log2(n) times the bytes.
+    reduced_whole: int = 1 << 11
     #: Largest payload of a node's ranks together that every rank reduces completely. Above it each rank reduces a part,
     #: which takes one more phase.
     reduced_by_all: int = 1 << 19
-    #: Largest block, in collectives without reduction, that a rank reads inline from the slot table. It reads larger
-    #: blocks in place, if possible: a system call then costs less than a second copy.
-    copied_to_table: int = 64 << 10
-    #: Largest array that a rank copies into shared memory because the other ranks cannot read it in place.
+    #: Largest array that a rank copies into shared memory because the other ranks cannot read it in place, or, in an
+    #: all_reduce, because two copies take less time than a system call (1 MiB: 80 us against 98 us on an AMD EPYC).
     copied: int = 1 << 22
     #: Smallest array, unsharded, that takes the hierarchical transport.
-    hierarchical: int = 1 << 16
-    #: Bytes from each rank to each other rank below which the MPI library moves the data. The library takes less time
-    #: than our messages for many small blocks, more for few large ones (4 MiB on 4 ranks: 2.5x; 64 KiB on 32: 0.6x).
-    by_library: int = 1 << 14
+    hierarchical: int = 1 << 11
+    #: Bytes from each rank to each other rank from which they are sent to all at once; fewer take log2(n) rounds.
+    at_once: int = 1 << 12
     #: Bytes of each rank's block that a rank receives before it reduces them. Bounds the memory of a reduction.
     piece: int = 4 << 20
-    #: Largest number of ranks for which ranks sum in rank order by the MPI library; above it the library sums.
-    #: Not measured: for 32 blocks of 16 KiB, all_to_all brings each rank 512 KiB, which fits into its cache.
-    in_rank_order: int = 32
-    #: Largest count or displacement passed to the MPI library. Larger arrays are sent as messages.
-    largest_count: int = (1 << 31) - 1
 
 
 def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:
@@ -87,7 +83,7 @@ class Connections:
     ) -> None:
         self.comm, self.neighbours, self.node_table = comm, neighbours, node_table
         self.calls = 0  #: collectives started so far; equal on all ranks
-        self.call_order = CallOrder()  #: of calls that may use ``library``, ``lane_library`` or ``nccl``
+        self.call_order = CallOrder()  #: of calls that may use ``nccl``
         self._messages: defaultdict[tuple[str, int], count] = defaultdict(count)
         self.table: SlotTable | None = None  #: of all ranks, if they are on one node
         self.lanes: Lanes | None = None  #: if there are several nodes with equally many ranks
@@ -96,11 +92,20 @@ class Connections:
         elif node_table is not None:
             self.lanes = Lanes(comm, even_nodes(comm.hosts) or ())
             node_table.ranks = self.lanes.local.members
-        self.library: Comm | None = None  #: the MPI library's communicator of these ranks, if on several nodes
-        self.lane_library: Comm | None = None  #: the same for this rank's lane
         self.device_aware = comm.is_device_aware  #: whether messages are arrays on devices
         self.nccl: NcclRanks | None = None  #: NCCL between the devices of the ranks
         self.transport_is_chosen = False  #: by ``device_transport.choose_transport``
+
+    @property
+    def senders(self) -> Ranks:
+        """The ranks that exchange messages with this one in an agreement: of its lane, or all."""
+        return self.lanes.lane if self.lanes is not None else self.comm
+
+    def split(self, length: int) -> list[slice]:
+        """Even parts of a length, by rank; those of a lane are adjacent."""
+        nodes = self.lanes.nodes if self.lanes is not None else [[r] for r in range(self.comm.size)]
+        places = {rank: j * len(nodes) + i for i, node in enumerate(nodes) for j, rank in enumerate(node)}
+        return [span(length, self.comm.size, places[rank]) for rank in range(self.comm.size)]
 
     def next_call(self, text: int = 0) -> int:
         """The number of the call that begins now; ``text``: number of its description, see ``Activity.called``."""

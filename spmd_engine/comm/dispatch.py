@@ -7,6 +7,7 @@ hierarchical call chooses from the same table for each of its two levels. ``show
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from spmd_engine.arrays import dtypes
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.comm.agreement.call_agreement import Agreed, Agreement
 from spmd_engine.comm.agreement.signature import MAX_DIMS, Signature
 from spmd_engine.comm.blocks import Reducer, reducer, spans
@@ -24,10 +26,10 @@ from spmd_engine.comm.pending import TIMEOUT, Condition, Steps
 from spmd_engine.comm.shared_memory.slot_table import Entries, SlotTable
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages
-from spmd_engine.comm.transports.mpi import NonblockingCollectives
 from spmd_engine.comm.transports.nccl import NcclTransport
+from spmd_engine.comm.transports.rounds import MessageRounds
 from spmd_engine.comm.transports.shared_memory import SharedMemory
-from spmd_engine.comm.transports.transport import AgreedCall, Facts, Transport
+from spmd_engine.comm.transports.transport import REDUCTIONS, AgreedCall, Facts, Transport
 from spmd_engine.errors import UsageError
 
 #: All transports. The first that ``suits`` a call moves its data; messages suit every call.
@@ -35,29 +37,51 @@ TRANSPORTS: Sequence[type[Transport]] = (
     NcclTransport,
     SharedMemory,
     Hierarchical,
-    NonblockingCollectives,
+    MessageRounds,
     Messages,
 )
 
 
 def choose(call: Signature, facts: Facts) -> type[Transport] | None:
     """The transport of a call's data; None: they have travelled inline, with the agreement, which on one node is the
-    slot table in shared memory."""
+    slot table in shared memory. (A reduced part of an array may still have to be gathered.)"""
     if facts.inline and facts.host:
         return None
     return next(transport for transport in TRANSPORTS if transport.suits(call, facts))
 
 
-def inline_limit(operation: str, ranks: int, room: int, readable: bool, tuning: Tuning) -> int:
-    """The most bytes of a rank's array that travel inline, at most ``room``.
+def inline_limit(operation: str, ranks: int, room: int, tuning: Tuning) -> int:
+    """The most bytes of a rank's array that travel inline on one node, at most ``room``."""
+    return min(room, tuning.reduced_by_all // ranks) if operation == "all_reduce" else room
 
-    ``readable``: whether the other ranks can read their parts of the array in place.
+
+def inline_between_nodes(operation: str, ranks: int, senders: int, in_rank_order: bool, tuning: Tuning) -> int:
+    """The most bytes of a rank's array that travel inline between nodes; in a reduction, in the dtype of its sums.
+
+    ``senders``: the number of ranks that exchange messages, of all, or of each lane.
     """
-    if operation == "all_reduce":
-        return min(room, tuning.reduced_by_all // ranks)
-    if operation == "reduce_scatter" or not readable:
-        return room
-    return min(room, tuning.copied_to_table * (ranks if operation == "all_to_all" else 1))
+    if operation == "broadcast":  # the root's node sends the array in each lane and round
+        return tuning.with_agreement // (2 * (ranks // senders) * max(1, (senders - 1).bit_length()))
+    if operation in REDUCTIONS and not in_rank_order:
+        return tuning.with_agreement
+    once = operation == "all_gather" and senders == ranks
+    return (tuning.with_agreement if once else tuning.repeated_with_agreement) // ranks
+
+
+def parts_on_the_way(operation: str, size: int, ranks: int, senders: int, in_rank_order: bool, tuning: Tuning) -> int:
+    """The number of parts in which an array, inline between nodes, is reduced on the way: one for each of the
+    ``senders``, which exchange messages, or 1, which takes half the messages; 0: ranks exchange all arrays.
+
+    ``size``: bytes in the dtype of sums.
+    """
+    if operation not in REDUCTIONS or in_rank_order:
+        return 0
+    if operation == "all_reduce" and size <= tuning.reduced_whole:
+        if senders & (senders - 1) == 0:
+            return 1
+        if size * ranks <= tuning.repeated_with_agreement:
+            return 0
+    return senders
 
 
 class Routing:
@@ -71,8 +95,8 @@ class Routing:
         table = connections.table
         self.one_node = table is not None
         self.spins = self.one_node and comm.spin_tests > 0 and comm.size > 1  #: whether blocking calls spin
-        self._room = table.room if table is not None else connections.tuning.with_agreement // comm.size
-        self.agreement, self._deterministic = Agreement(connections, axes, check), deterministic
+        self._room = connections.node_table.room if connections.node_table is not None else sys.maxsize
+        self.agreement, self.in_rank_order = Agreement(connections, axes, check), deterministic
         self._timeout = timeout
 
     def signature(self, operation: str, x: Array | None, **fields: Any) -> Signature:
@@ -81,11 +105,14 @@ class Routing:
             return Signature(operation, **fields)
         if x.ndim > MAX_DIMS:
             raise UsageError(f"{operation}: the array has {x.ndim} dimensions; at most {MAX_DIMS} are supported")
-        # Other ranks can read x in place if it is not sliced and all ranks spin: this rank then waits for their reads.
-        unsliced, table = not (fields.get("axis") or fields.get("concat_axis")), self.connections.table
-        in_place = unsliced and self.spins and table is not None and table.neighbours.cross_memory is not None
-        host = isinstance(x, np.ndarray)
-        inline = host and x.nbytes <= inline_limit(operation, self.size, self._room, in_place, self.connections.tuning)
+        host, tuning, size = isinstance(x, np.ndarray), self.connections.tuning, x.nbytes
+        if self.one_node:
+            limit = inline_limit(operation, self.size, self._room, tuning)
+        else:
+            senders = self.connections.senders.size
+            limit = min(self._room, inline_between_nodes(operation, self.size, senders, self.in_rank_order, tuning))
+            size = x.size * accumulated_in(x.dtype).itemsize if operation in REDUCTIONS else size
+        inline = host and size <= limit
         fields.setdefault("inline", x.nbytes if inline else 0)
         return Signature(operation, dtype=dtypes.describe(x.dtype), shape=x.shape, host=host, **fields)
 
@@ -99,10 +126,9 @@ class Routing:
     def numbers(self, number: int, values: Sequence[int]) -> Steps:
         """Receive one number from each rank, and send ``values[r]`` to rank r, as part of call ``number``."""
         sent, received = np.array(values, np.int64), np.empty(len(values), np.int64)
-        kind = Messages if self.connections.library is None else NonblockingCollectives
         facts = Facts(sent.nbytes, self.size, tuning=self.connections.tuning)
-        places, transport = spans([1] * len(values)), kind(self._call(Signature("all_to_all"), number, facts))
-        yield from transport.all_to_all(sent, places, received, places, last=False)
+        places, transport = spans([1] * len(values)), Messages(self._call(Signature("all_to_all"), number, facts))
+        yield from transport.all_to_all(sent, places, received, places)
         received[self.rank] = sent[self.rank]
         return received.tolist()
 
@@ -114,12 +140,12 @@ class Routing:
             self.size,
             one_node=self.one_node,
             even_nodes=connections.lanes is not None,
-            library=connections.library is not None,
             lengths_known=agreed.alike or agreed.sizes_known,
             inline=bool(agreed.blocks),
             readable=entries is not None and entries.readable,
             host=agreed.host,
             nccl=connections.nccl is not None and agreed.device,
+            in_rank_order=self.in_rank_order,
             tuning=connections.tuning,
         )
         kind = choose(signature, facts)
@@ -127,8 +153,12 @@ class Routing:
 
     def _call(self, signature: Signature, number: int, facts: Facts, entries: Entries | None = None) -> AgreedCall:
         connections = self.connections
-        ranks = self.comm, connections.library, connections, TRANSPORTS
-        return AgreedCall(signature, number, facts, *ranks, entries, self._deterministic)
+        return AgreedCall(signature, number, facts, self.comm, connections, TRANSPORTS, entries)
+
+    def parts_on_the_way(self, operation: str, size: int) -> int:
+        """See the function of this name, for the ranks of this group."""
+        senders, tuning = self.connections.senders.size, self.connections.tuning
+        return parts_on_the_way(operation, size, self.size, senders, self.in_rank_order, tuning)
 
     def queued(self, number: int, what: str, where: tuple[str, str, str]) -> QueuedCall:
         """A call whose transfers NCCL queues; ``what``: its name and arguments; ``where``: operation, axes, label."""

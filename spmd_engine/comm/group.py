@@ -40,14 +40,13 @@ _TAGS = 3  # of a message: signature, data, and the receiver's answer
 class Group:
     """Ranks that communicate.
 
-    Each element is reduced once and in a fixed order, so results are equal on all ranks. The order is rank order, with
-    two exceptions: large arrays of a group with several ranks on each of several nodes are reduced within nodes, then
-    node by node in the order of the nodes' first ranks (see ``transports.hierarchical``); and sums of small arrays of
-    many ranks are in the MPI library's order (see ``Tuning.in_rank_order``).
+    Reductions have a fixed order, so results are equal on all ranks. Within a node it is rank order. On several nodes
+    with equally many ranks, each node reduces its arrays first; then those of the nodes are reduced in the order of
+    ``rounds``, or, if they are large, of the nodes' first ranks.
 
     ``comm``: the ranks. ``axes``: the mesh axes of the group. ``check``: compare the calls of all ranks before data
     move. ``timeout``: seconds that a rank waits for others before it raises CommunicationTimeout (None: no limit).
-    ``deterministic``: make all sums in rank order, none in the order of the MPI library.
+    ``deterministic``: make no sums in the order of ``rounds``.
     """
 
     def __init__(
@@ -460,7 +459,7 @@ def _await_release(table: SlotTable, number: int, result: Any) -> Steps:
 
 def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple:
     """The key of a prepared call: first the operation, last the label. Raises UsageError unless ``x`` is an array."""
-    if x is None:
+    if x is None and operation in ("broadcast", "barrier"):  # from another rank, or none
         return operation, arguments, label
     try:
         return operation, type(x), x.dtype, x.shape, arguments, label

@@ -164,8 +164,7 @@ class Mesh(Collectives, MeshPosition):
 
     Ranks of one node are neighbours, so that the last-named axes, which communicate most, stay inside a node where
     their sizes allow. ``with Mesh(...) as mesh`` or ``close()`` frees the communicators of its groups.
-    ``deterministic``: use rank order also for sums that the MPI library would make, of small arrays over more than 32
-    ranks on several nodes. (All sums are in a fixed order in either case.)
+    ``deterministic``: use rank order also for sums between nodes. (All sums are in a fixed order in either case.)
     ``order``: which rank is at each position, for unequal ranks: see ``ranks_by_position``.
     ``Mesh(pipe=2, model=(1, 2))``: stages may have different sizes along an axis. A group over ``pipe`` then includes
     that axis, and ``axes`` are those of this rank's stage.
@@ -188,6 +187,8 @@ class Mesh(Collectives, MeshPosition):
     ) -> None:
         if comm is not None and not isinstance(comm, Communicator):
             raise MeshError(f"Mesh({comm!r}): give axes by name, as in Mesh(data=2, model=2)")
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+            raise MeshError(f"Mesh: timeout is {timeout!r}; give seconds above 0, or None to wait for ever")
         self.comm = comm if comm is not None else world()
         self.others = OtherRanks(self.comm)
         self.axes = self.all_axes = checked_axes(axes or {"data": self.comm.size})

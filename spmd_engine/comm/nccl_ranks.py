@@ -99,7 +99,7 @@ class NcclRanks:
         """NCCL's id of these ranks, from the first of them to all, in call ``number``."""
         row = self.library.get_unique_id() if self.comm.rank == 0 else b""
         words, phase = Signature("barrier").words, tag(number, EXPLANATION)  # free, as the ranks have agreed
-        _, (key,) = yield from disseminate(self.comm, words, row, phase, copies=True)
+        _, (key,), _ = yield from disseminate(self.comm, words, row, phase, copies=True)
         return bytes(key)
 
     def connect(self, key: bytes) -> Steps:

@@ -50,8 +50,8 @@ class Condition:
 
 
 class CallOrder:
-    """The calls of a communicator in the order in which they were made. The MPI library's collectives must start in
-    this order: each call waits until all earlier ones have started their last."""
+    """The calls of a communicator in the order in which they were made. A library's collectives must start in this
+    order: each call waits until all earlier ones have started their last."""
 
     def __init__(self) -> None:
         self._open: list[int] = []  # ascending

@@ -241,6 +241,8 @@ def describe(mesh: Mesh, x: Array | Sequence[int], sharding: str | Spec) -> Arra
     places, ranks = mesh.peers(None), mesh.ranks_in_order
     if isinstance(x, Sequence):
         return ArraySharding.of(spec, x, places, ranks=ranks, devices=mesh.nodes, rank=mesh.rank)
+    if not hasattr(x, "shape"):
+        raise UsageError(f"describe: x is a {type(x).__name__}; give this rank's array, or the shape of the whole one")
     backend = backend_of(x)
     device = f"{mesh.nodes[mesh.rank]} {backend.name}" + (f":{x.device.id}" if backend.name == "cuda" else "")
     gathered = gather_json(mesh.group(), [x.shape, device], "describe")

@@ -209,7 +209,7 @@ class ShardedEngine(Collectives, EngineDefinition):
             held = self._held_here(owned)
         finally:
             del self._known_shapes
-        return exchange_placements(self.group(), held)
+        return exchange_placements(self.group(), {"": held})[""]
 
     def _held_here(self, owned: bool) -> dict[str, tuple[np.dtype, Rectangle]]:
         """Dtypes and rectangles of the arrays that this rank holds. Collective if shapes are not known."""

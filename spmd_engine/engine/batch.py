@@ -111,10 +111,14 @@ def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches
     arrays, or differ in their numbers of rows."""
     if isinstance(engine, type) or not hasattr(engine, "batch_span"):
         raise UsageError(f"batch_of: engine is {described(engine)}; give a ShardedEngine")
-    check_argument("batch_of: micro_batches", micro_batches, SupportsIndex, "a number")
+    for name, number in (("micro_batches", micro_batches), ("step", step)):
+        check_argument(f"batch_of: {name}", number, SupportsIndex, "a number")
     for name, array in (("inputs", inputs), ("targets", targets)):
         if not getattr(array, "shape", None):
             raise UsageError(f"batch_of: {name} is a {type(array).__name__}; give an array, by numpy.asarray({name})")
+        if getattr(array.dtype, "kind", "") in "OSU" or not len(array):
+            has = f"{array.dtype}, which are no numbers" if len(array) else "no rows"
+            raise UsageError(f"batch_of: {name} has {has}; give an array of numbers with a row for each sample")
     if len(inputs) != len(targets):
         raise UsageError(f"batch_of: inputs have {len(inputs)} rows, targets {len(targets)}; give one for each input")
 

@@ -114,6 +114,8 @@ class LayeredEngine(StoredEngine):
         self.input_sharding = str(self.layout.spec(self.model.inputs))
         self.output_sharding = str(self.layout.spec(self.model.outputs))
         self._target_sharding = str(self.layout.spec(self.model.targets))
+        self._summed_axes = tuple(axis for axis in self.mesh.axes if axis in (*self.batch_axes, PIPE))
+        self._shards: dict[str, Shards] = {}  # of the loss and of metrics
 
     @property
     def assignment(self) -> Assignment:
@@ -333,8 +335,8 @@ class LayeredEngine(StoredEngine):
         length = self._summed_length(x)
         if not self.is_training:
             return self._context(length, None)
-        ctx = self._context(length, self._samples(self._count_samples(x)))
-        return replace(ctx, micro_batch=self.placed.extras.count_pass())
+        samples = self._samples(self._count_samples(x))
+        return self._context(length, samples, micro_batch=self.placed.extras.count_pass())
 
     def _summed_length(self, x: Array) -> int:
         """The length of the whole sequence, of which this rank's inputs may be a part. Collective if it is sharded."""
@@ -348,11 +350,11 @@ class LayeredEngine(StoredEngine):
         part = self.batch_span(count)
         return np.arange(first + part.start, first + part.stop)
 
-    def _context(self, length: int, samples: Array | None, step: int = 0) -> ForwardContext:
-        xp = self.backend.xp
+    def _context(self, length: int, samples: Array | None, step: int = 0, **others: Any) -> ForwardContext:
         inside, residual = self.placed.positions(length)
-        samples = xp.asarray(samples) if samples is not None else None
-        return ForwardContext(inside, residual, samples, step, self.seed, training=self.is_training, length=length)
+        samples = self.backend.xp.asarray(samples) if samples is not None else None
+        training = self.is_training
+        return ForwardContext(inside, residual, samples, step, self.seed, training=training, length=length, **others)
 
     # --- training ----------------------------------------------------------------------------------------
 
@@ -406,13 +408,11 @@ class LayeredEngine(StoredEngine):
                 first += count
             given_length = micro.length if "s" in self.model.inputs else 1
             length = given_length if given_length is not None else self._summed_length(micro.inputs)
-            ctx = self._context(length, samples, batch.step)
             mask = None if micro.mask is None else self.backend.asarray(micro.mask)
             documents = None if micro.documents is None else micro.documents.on(self.backend)
-            share = 1 / len(batch.micro_batches)
-            contexts.append(
-                replace(ctx, micro_batch=m, share=share, scale=self.loss_scale, mask=mask, documents=documents)
-            )
+            of_step = {"share": 1 / len(batch.micro_batches), "scale": self.loss_scale}
+            ctx = self._context(length, samples, batch.step, micro_batch=m, mask=mask, documents=documents, **of_step)
+            contexts.append(ctx)
         return contexts
 
     def _count_samples(self, x: Array) -> int:
@@ -425,10 +425,9 @@ class LayeredEngine(StoredEngine):
 
     def _start_sum(self, shares: np.ndarray) -> Pending:
         """Start to sum ``shares`` over the batch axes, and over ``pipe``, so that all stages have those of the last."""
-        over = tuple(axis for axis in self.mesh.axes if axis in (*self.batch_axes, PIPE))
-        if not over:
+        if not self._summed_axes:
             return Pending.completed(shares)
-        over, counted = self.mesh.summed_over(over)
+        over, counted = self.mesh.summed_over(self._summed_axes)
         return self.mesh.group(over).start_all_reduce(shares if counted else np.zeros_like(shares), label="loss")
 
     def loss(self, outputs: Array, targets: Array, **options: Any) -> tuple[float, Array]:
@@ -446,4 +445,6 @@ class LayeredEngine(StoredEngine):
             options["mask"] = self.backend.asarray(options["mask"])
         self.model.check_targets(targets)
         targets = self.backend.asarray(targets)
-        return function(Shards(self.mesh, self.layout, label), outputs, targets, **options)
+        if label not in self._shards:
+            self._shards[label] = Shards(self.mesh, self.layout, label)
+        return function(self._shards[label], outputs, targets, **options)

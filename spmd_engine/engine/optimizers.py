@@ -87,6 +87,7 @@ class AdamW(Optimizer):
         _check_numbers("AdamW", epsilon=epsilon, weight_decay=weight_decay)
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise UsageError(f"AdamW: betas is {betas!r}; give two numbers, as in (0.9, 0.95)")
+        _check_numbers("AdamW", below=1, **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
         self.betas, self.epsilon, self.weight_decay = betas, epsilon, weight_decay
 
     def _update(self, *arrays, step, rate, scale, decays):
@@ -133,12 +134,13 @@ class WarmupCosine:
         return self.peak * (self.floor + (1.0 - self.floor) * 0.5 * (1.0 + cos(pi * done)))
 
 
-def _check_numbers(what: str, **values: Any) -> None:
+def _check_numbers(what: str, *, below: float = inf, **values: Any) -> None:
     for name, value in values.items():
         if not hasattr(value, "__float__"):  # as a text
             raise UsageError(f"{what}: {name} is {value!r}; give a number")
-        if not 0 <= value < inf:  # NaN neither
-            raise UsageError(f"{what}: {name} is {value}; give a finite number from 0 on")
+        if not 0 <= value < below:  # NaN neither
+            limit = "a finite number from 0 on" if below == inf else f"a number from 0 on, and below {below}"
+            raise UsageError(f"{what}: {name} is {value}; give {limit}")
 
 
 def _flat(x: Array) -> Array:

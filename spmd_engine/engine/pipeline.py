@@ -63,6 +63,7 @@ class Chunk:
         self._half = dtype if dtype is not None and is_half(dtype) else None
         self._numbers = [number for segment in segments for number in segment.layers]
         self._later = {number: range(number + 1, self._numbers[-1] + 1) for number in self._numbers}
+        self._earlier = {number: range(number - 1, self._numbers[0] - 1, -1) for number in self._numbers}
         self._losses = {number: losses for number in self._numbers if (losses := _list_losses(layers[number][1]))}
 
     @contextmanager
@@ -159,7 +160,7 @@ class Chunk:
                 record.x = self._take_back(record.x, saved)
                 self._repeat(segment, record)
             for number in reversed(segment.layers):
-                p = self._unsharder.unshard(number, keep=keep, prefetch=self._before(number))
+                p = self._unsharder.unshard(number, keep=keep, prefetch=self._earlier[number])
                 side = self._side_gradients(number, record.ctx)
                 dy, rest = self._layers[number][1].backward_input(
                     self._shards[number], p, self._pop(record, None if repeated else [*saved, record]), dy, *side
@@ -181,7 +182,7 @@ class Chunk:
     def _repeat(self, segment: LayerSegment, record: Saved) -> None:
         x, record.x = record.x, None
         for number in segment.layers:
-            p = self._unsharder.unshard(number, keep=segment.layers, prefetch=self._before(segment.layers[0]))
+            p = self._unsharder.unshard(number, keep=segment.layers, prefetch=self._earlier[segment.layers[0]])
             ctx = replace(record.ctx, decided=record.decided[number]) if number in record.decided else record.ctx
             x, saved, *_ = self._layers[number][1].forward(self._shards[number], p, x, ctx)
             if self._half is not None:
@@ -195,9 +196,6 @@ class Chunk:
     def _backward_weight(self, number: int, rest: Any) -> None:
         self._layers[number][1].backward_weight(self._shards[number], rest, self._reducer.sums(number))
         self._reducer.layer_done(number)
-
-    def _before(self, number: int) -> range:
-        return range(number - 1, self._numbers[0] - 1, -1)
 
 
 def _list_losses(layer: Layer) -> list[str]:

@@ -408,8 +408,8 @@ def _delimiter(text: str) -> str:
 
 
 def _places(head: Sequence[str]) -> list[int | None]:
-    found = [name.strip(' "\r').lower() for name in head]
-    return [next((found.index(name) for name in names if name in found), None) for names in (_PATHS, _CLASSES, _SPLITS)]
+    cells = [name.strip(' "\r').lower() for name in head]
+    return [next((cells.index(name) for name in names if name in cells), None) for names in (_PATHS, _CLASSES, _SPLITS)]
 
 
 @dataclass(frozen=True)

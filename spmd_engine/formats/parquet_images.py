@@ -83,16 +83,16 @@ class OpenRows:
 
     def _read(self, group: int) -> Any:
         """The column of images of a row group, an array of pyarrow."""
-        found = self._kept.pop(group, None)
-        if found is None:
+        images = self._kept.pop(group, None)
+        if images is None:
             file = Path(self.rows.files[group])
             with _damaged(file):
                 table = _open_parquet(file).read_row_group(self.rows.groups[group], [self.rows.column])
-            found = table.column(0)
-        self._kept[group] = found
-        while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > KEPT:
+            images = table.column(0)
+        self._kept[group] = images
+        while len(self._kept) > 1 and sum(column.nbytes for column in self._kept.values()) > KEPT:
             del self._kept[next(iter(self._kept))]
-        return found
+        return images
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,11 @@ class _Table:
             self.image, self.unread = image, [name for name in columns if name not in (image, label)]
             self.sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
             self.names = _class_names(self._opened.schema_arrow.metadata, label)
-            found = self._opened.read([label]).column(0).to_pylist()
-        odd = next((row for row, value in enumerate(found) if type(value) is not int), None)
+            classes = self._opened.read([label]).column(0).to_pylist()
+        odd = next((row for row, value in enumerate(classes) if type(value) is not int), None)
         if odd is not None:
-            raise UsageError(f"{file}, row {odd}: the class is {found[odd]!r}; classes are whole numbers from 0")
-        self.classes = np.array(found, np.int64)
+            raise UsageError(f"{file}, row {odd}: the class is {classes[odd]!r}; classes are whole numbers from 0")
+        self.classes = np.array(classes, np.int64)
 
     def images(self) -> Iterator[tuple[bytes, str]]:
         """Yield the bytes of each row's image, and a name of the row for errors."""

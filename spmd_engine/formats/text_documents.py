@@ -135,7 +135,7 @@ def prompts_in(path: str, columns: Columns | None = None) -> list[Document]:
 
     Raises UsageError for a row without a prompt, and for a file that is no text or too large.
     """
-    found, size = [], 0
+    prompts, size = [], 0
     rows = rows_of(path)
     with _opened(path) as file:
         if rows is None:
@@ -146,11 +146,11 @@ def prompts_in(path: str, columns: Columns | None = None) -> list[Document]:
         for where, content in rows:
             document = Document(content, where=where) if isinstance(content, str) else _prompt(content, where, columns)
             if document.text or document.messages:
-                found.append(document)
+                prompts.append(document)
             size += len(document.text)
             if size > MOST_BYTES:
                 raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
-    return found
+    return prompts
 
 
 # --- Files
@@ -228,7 +228,7 @@ def _opened(name: str) -> Iterator[Any]:
         if format_name(name) == PARQUET:
             yield file
             return
-        mark, encoding = next((each for each in _MARKS.items() if head.startswith(each[0])), (b"", "UTF-8"))
+        mark, encoding = next((item for item in _MARKS.items() if head.startswith(item[0])), (b"", "UTF-8"))
         if encoding == "UTF-16":
             file = io.BufferedReader(_Recoded(file), CHUNK)
             head = file.peek(_SAMPLE)[:_SAMPLE]
@@ -477,7 +477,7 @@ def _as_text(value: Any, text: str, name: str) -> Any:
 def _table(file: Any, name: str, columns: Columns | None) -> Rows:
     """The lines of a table, whose first line names the columns. Commas, semicolons or tabs separate them."""
     head = file.peek(_SAMPLE)[:_SAMPLE].partition(b"\n")[0]
-    separator = "\t" if ".tsv" in _endings(name) else max(",;\t|", key=lambda each: head.count(each.encode()))
+    separator = "\t" if ".tsv" in _endings(name) else max(",;\t|", key=lambda mark: head.count(mark.encode()))
     csv.field_size_limit(MOST_BYTES)
     content = io.TextIOWrapper(file, "utf-8", newline="\n")
     lines = csv.reader(content, delimiter=separator, strict=True)
@@ -489,7 +489,7 @@ def _table(file: Any, name: str, columns: Columns | None) -> Rows:
             if not row:
                 continue
             if not names:
-                names = [each.strip() for each in row]
+                names = [name.strip() for name in row]
                 continue
             if len(row) != len(names):
                 raise UsageError(f"{where}: {len(row)} columns, but the first line names {len(names)}")
@@ -511,18 +511,18 @@ def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
 
     table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK)  # else it reads all of the file
     there = table.schema_arrow.names
-    wanted = [each for each in there if each in (set(columns.values()) if columns else _KNOWN)]
+    wanted = [column for column in there if column in (set(columns.values()) if columns else _KNOWN)]
     if not wanted and table.metadata.num_rows:
         raise _no_document(name, there)
     number, text = 0, _only_text(wanted, columns)
     for group in range(table.num_row_groups):
         for batch in table.iter_batches(1024, row_groups=[group], columns=wanted, use_threads=False):
-            names, found = batch.schema.names, [*map(_values, batch.columns)]
+            names, contents = batch.schema.names, [*map(_values, batch.columns)]
             if text is None or not number:
-                rows = [dict(zip(names, values, strict=True)) for values in zip(*found, strict=True)]
-                rows[:1] = [dict.fromkeys(there) | row for row in rows[:1]] if not number else rows[:1]
+                rows: list[Any] = [dict(zip(names, values, strict=True)) for values in zip(*contents, strict=True)]
+                rows[:1] = [row if number else dict.fromkeys(there) | row for row in rows[:1]]
             else:
-                rows = found[text]
+                rows = [value if type(value) is str else {names[text]: value} for value in contents[text]]
             yield from zip(map(f"{name}, row ".__add__, map(str, count(number + 1))), rows, strict=False)
             number += len(rows)
 
@@ -570,7 +570,7 @@ def parse_columns(text: str | None) -> dict[str, str] | None:
     """``text=article`` or ``prompt=question,completion=answer``, by what the columns hold. Raises UsageError."""
     if text is None:
         return None
-    pairs = [each.partition("=") for each in text.split(",")]
+    pairs = [pair.partition("=") for pair in text.split(",")]
     if any(role not in USUAL or not name for role, _, name in pairs):
         raise UsageError(f"--columns {text}: give WHAT=NAME, and commas between; WHAT is one of {', '.join(USUAL)}")
     return {role: name for role, _, name in pairs}
@@ -585,26 +585,26 @@ def document_of(where: str, content: Any, columns: Columns | None = None, source
             text, prompt = map(content.get, _pair_among(tuple(content)))
     if text and type(text) is str and (prompt is None or (prompt and type(prompt) is str)):  # most rows
         return tuple.__new__(Document, (text, source, where, prompt, None, None, False, None, "", "", ()))
-    found = {"text": content} if isinstance(content, str) else _fields(content, where, columns)
-    kinds = _kinds(found)
+    fields = {"text": content} if isinstance(content, str) else _fields(content, where, columns)
+    kinds = _kinds(fields)
     if not kinds:
-        if not any(name in found for name in ("text", "messages", "completion", "output")):
+        if not any(name in fields for name in ("text", "messages", "completion", "output")):
             raise _no_document(where, content)
         return Document("", source, where, left_out=EMPTY)
     kind = kinds[0]
-    others = [*kinds[1:], *(["input"] if found.get("input") and kind != "instruction" else [])]
+    others = [*kinds[1:], *(["input"] if fields.get("input") and kind != "instruction" else [])]
     notice = f"{others[0]} beside {kind}, not read" if others else ""
     if kind == "text":
-        return Document(found["text"], source, where, notice=notice)
-    if kind == "messages" or isinstance(found.get("prompt"), list):
-        listed = found["messages"] if kind == "messages" else [*found["prompt"], *found["completion"]]
-        messages = [_message(each, where) for each in listed]
-        left_out = "" if any(each["role"] == "assistant" for each in messages) else NO_ANSWER
-        tools = _listed(found.get("tools"), where) or None
+        return Document(fields["text"], source, where, notice=notice)
+    if kind == "messages" or isinstance(fields.get("prompt"), list):
+        listed = fields["messages"] if kind == "messages" else [*fields["prompt"], *fields["completion"]]
+        messages = [_message(message, where) for message in listed]
+        left_out = "" if any(message["role"] == "assistant" for message in messages) else NO_ANSWER
+        tools = _listed(fields.get("tools"), where) or None
         return Document("", source, where, None, messages, tools, left_out=left_out, notice=notice)
     is_instruction = kind == "instruction"
     request, answer = (
-        (_instruction(found), found["output"]) if is_instruction else (found["prompt"], found["completion"])
+        (_instruction(fields), fields["output"]) if is_instruction else (fields["prompt"], fields["completion"])
     )
     return Document(
         answer, source, where, request, None, None, is_instruction, None, "" if answer else NO_ANSWER, notice
@@ -613,49 +613,49 @@ def document_of(where: str, content: Any, columns: Columns | None = None, source
 
 def _prompt(content: Any, where: str, columns: Columns | None) -> Document:
     """What precedes an answer in a row."""
-    found = _fields(content, where, columns)
-    messages = found.get("messages") or found.get("prompt")
+    fields = _fields(content, where, columns)
+    messages = fields.get("messages") or fields.get("prompt")
     if _is_conversation(messages):
-        tools = _listed(found.get("tools"), where) or None
-        return Document(messages=[_message(each, where) for each in messages], tools=tools, where=where)
-    text = next((found[name] for name in ("prompt", "instruction", "text") if isinstance(found.get(name), str)), None)
+        tools = _listed(fields.get("tools"), where) or None
+        return Document(messages=[_message(message, where) for message in messages], tools=tools, where=where)
+    text = next((fields[name] for name in ("prompt", "instruction", "text") if isinstance(fields.get(name), str)), None)
     if text is None:
         keys = f"; it has {', '.join(map(str, content))}" if isinstance(content, Mapping) else ""
         raise UsageError(f'{where}: it must be {{"prompt": TEXT}} or {{"messages": [{{"role": ...}}]}}{keys:.200}')
-    return Document(_instruction(found) if text == found.get("instruction") else text, where=where)
+    return Document(_instruction(fields) if text == fields.get("instruction") else text, where=where)
 
 
 def _fields(content: Any, where: str, columns: Columns | None) -> dict[str, Any]:
     """The values of a row, by what they hold."""
     if not _is_mapping(content):
         return {}
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if columns:
         if missing := [name for name in columns.values() if name not in content]:
             raise UsageError(f"{where}: no {missing[0]!r} there; it has {', '.join(map(str, content)):.200}")
-        found = {role: content[name] for role, name in columns.items()}
+        fields = {role: content[name] for role, name in columns.items()}
     else:
         for role, names in _usual_among(tuple(content)):
             for name in names:
-                found[role] = content[name]
+                fields[role] = content[name]
                 if content[name] is not None:
                     break
-    if isinstance(found.get("messages"), str):
-        found["messages"] = _listed(found["messages"], where)
-    return found
+    if isinstance(fields.get("messages"), str):
+        fields["messages"] = _listed(fields["messages"], where)
+    return fields
 
 
 @lru_cache(256)
 def _usual_among(names: tuple[str, ...]) -> Sequence[tuple[str, Sequence[str]]]:
     """The usual names that a row has, by what they hold: most rows of a file have the same ones."""
     there = [(role, [name for name in usual if name in names]) for role, usual in USUAL.items()]
-    return [(role, found) for role, found in there if found]
+    return [(role, present) for role, present in there if present]
 
 
 @lru_cache(256)
 def _pair_among(names: tuple[str, ...]) -> tuple[str, str]:
     """The names of a completion and of its prompt, if a row with these names can be nothing else; else ""."""
-    there = {role: found[0] for role, found in _usual_among(names) if role != "output"}
+    there = {role: present[0] for role, present in _usual_among(names) if role != "output"}
     is_all = there.keys() == {"prompt", "completion"} and sum(name in _KNOWN for name in names) == 2
     return (there["completion"], there["prompt"]) if is_all else ("", "")
 
@@ -664,18 +664,18 @@ def _is_mapping(value: Any) -> TypeGuard[Mapping]:
     return type(value) is dict or isinstance(value, Mapping)  # which takes longer than to read a short row
 
 
-def _kinds(found: Mapping[str, Any]) -> list[str]:
+def _kinds(fields: Mapping[str, Any]) -> list[str]:
     """What a row is, first what is taken; nothing if it has no content."""
-    messages, prompt, completion = (found.get(name) for name in ("messages", "prompt", "completion"))
+    messages, prompt, completion = (fields.get(name) for name in ("messages", "prompt", "completion"))
     kinds = []
     if _is_conversation(messages):
         kinds.append("messages")
     both = isinstance(prompt, str) and isinstance(completion, str)
     if (both and (prompt or completion)) or (isinstance(prompt, list) and isinstance(completion, list) and completion):
         kinds.append("prompt")
-    elif isinstance(found.get("instruction"), str) and isinstance(found.get("output"), str):
+    elif isinstance(fields.get("instruction"), str) and isinstance(fields.get("output"), str):
         kinds.append("instruction")
-    if isinstance(found.get("text"), str) and found["text"]:
+    if isinstance(fields.get("text"), str) and fields["text"]:
         kinds.append("text")
     return kinds
 
@@ -691,14 +691,14 @@ def _unread(content: Any, columns: Columns | None) -> Sequence[str]:
 
 def _fits(content: Any) -> bool:
     """Whether a row has what a document has."""
-    found = _fields(content, "", None)
-    return bool(_kinds(found)) or "text" in found
+    fields = _fields(content, "", None)
+    return bool(_kinds(fields)) or "text" in fields
 
 
-def _instruction(found: Mapping[str, Any]) -> str:
+def _instruction(fields: Mapping[str, Any]) -> str:
     """An instruction, and what it is about."""
-    about = found.get("input")
-    return f"{found['instruction']}\n\n{about}" if isinstance(about, str) and about.strip() else found["instruction"]
+    about = fields.get("input")
+    return f"{fields['instruction']}\n\n{about}" if isinstance(about, str) and about.strip() else fields["instruction"]
 
 
 def _message(message: Message, where: str) -> Message:

@@ -117,6 +117,8 @@ def check_letters(name: str, *pairs: Any) -> None:
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and _is_size(pair[1])):
             raise UsageError(f'{name}: {pair!r} is no letter with its size; write both, as in ("d", 64)')
+        if not pair[1]:
+            raise UsageError(f"{name}: {pair[0]} has size 0; it must be from 1")
 
 
 def check_sizes(layers: Iterable[tuple[str, Layer]], of: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from spmd_engine.axes import all_positions
 from spmd_engine.comm.agreement.signature import Signature
 from spmd_engine.comm.communicators.threads import run_threads
 from spmd_engine.comm.connections import Tuning, even_nodes
-from spmd_engine.comm.dispatch import choose, inline_limit
+from spmd_engine.comm.dispatch import choose, inline_between_nodes, inline_limit
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.slot_table import room_of
 from spmd_engine.comm.transports.transport import Facts
@@ -157,12 +158,17 @@ def transports_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> l
 def transports_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> list[str]:
     """The bytes of a rank's array up to which each transport moves the data, for ranks on these ``hosts``, as text."""
     ranks, one_node, even = len(hosts), len(set(hosts)) == 1, even_nodes(hosts) is not None
-    room = room_of(ranks) if one_node else tuning.with_agreement // ranks
+    if one_node:
+        limit = inline_limit(operation, ranks, room_of(ranks), tuning)
+    else:
+        local = max(Counter(hosts).values())
+        senders = ranks // local if even else ranks
+        limit = min(room_of(local), inline_between_nodes(operation, ranks, senders, False, tuning))
 
     def name_of(size: int) -> str:
-        inline = size <= inline_limit(operation, ranks, room, one_node, tuning)
+        inline = size <= limit
         payload = size * ranks if operation == "all_gather" and not one_node else size
-        facts = Facts(payload, ranks, one_node, even, library=True, inline=inline, readable=True, tuning=tuning)
+        facts = Facts(payload, ranks, one_node, even, inline=inline, readable=True, tuning=tuning)
         return _name(operation, facts)
 
     parts = []

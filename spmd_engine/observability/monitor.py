@@ -25,6 +25,7 @@ from spmd_engine.observability.progress import bar
 from spmd_engine.observability.run_record import RunReader, RunRecord
 from spmd_engine.pictures import WIDEST
 from spmd_engine.runtime.watchdog import FILE as HANG
+from spmd_engine.training.numbers_by_rank import expanded
 from spmd_engine.training.observers import ActivityFile
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import clock_time, readable_seconds
@@ -314,7 +315,7 @@ def _by_rank(lines: Iterable[Mapping[str, Any]], name: str, shape: tuple[int, ..
     rows = []
     for line in lines:
         with suppress(TypeError, ValueError):
-            numbers = np.array(line.get(name), float)
+            numbers = np.array(expanded(line.get(name)), float)
             if numbers.shape == shape:
                 rows.append(numbers)
     return np.mean(rows, axis=0) if rows else np.full(shape, np.nan)

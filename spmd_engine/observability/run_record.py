@@ -22,6 +22,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.files import open_regular
 from spmd_engine.foreign import parse_json, read_bytes, reading
 from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.numbers_by_rank import expanded
 from spmd_engine.training.observers import DataPicture, EventLog, MetricsFile
 from spmd_engine.training.run import CONFIG
 
@@ -258,8 +259,8 @@ def _seconds_of(time: Any) -> float:
 
 def _parts_of_step(line: Mapping[str, Any]) -> np.ndarray | None:
     """float64[rank, 4]: shares and processor seconds (NaN if they are not recorded) of a step's line."""
-    shares, processor = line.get("shares"), line.get("cpu_seconds")
     try:
+        shares, processor = expanded(line.get("shares")), expanded(line.get("cpu_seconds"))
         part = np.array(shares, float)
         seconds = np.array(processor if processor is not None else [np.nan] * len(part), float)
     except (TypeError, ValueError):

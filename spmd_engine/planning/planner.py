@@ -86,6 +86,9 @@ def plan(
     built = planned_model(model, base=base) if isinstance(model, str) else model
     chosen = machine if isinstance(machine, Machine) else default_machine(machine)
     numbers, sizes = ([one] if isinstance(one, int) else one for one in (ranks, batch_size))
+    for name, given in (("ranks", numbers), ("batch_size", sizes)):
+        if not given or min(given) < 1:
+            raise UsageError(f"plan: {name} is {', '.join(map(str, given)) or 'empty'}; it must be from 1")
     limits = {"memory": memory, "latency": latency, "bandwidth": bandwidth, "compute": compute}
     searched = fixed, axes, sequence, dtype, optimizer, base, seconds, placement, fallback
     request = Request(built, chosen, numbers, sizes, goal, Limits.from_json(limits, "plan"), *searched)

@@ -6,7 +6,8 @@ import os
 import platform
 import shlex
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from spmd_engine.runtime.launchers import launcher_size
@@ -23,14 +24,25 @@ def environment() -> dict[str, str]:
     facts["cores"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
     facts |= {name: value for name, value in sorted(os.environ.items()) if name in VARIABLES}
     facts |= {"system": platform.platform(), "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    facts |= installed_versions(PACKAGES)
     if mpi := sys.modules.get("mpi4py.MPI"):
         facts["MPI library"] = " ".join(mpi.Get_library_version().split("\n")[0].strip("\0").split())
     return facts
+
+
+def installed_versions(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of those of these packages that are installed, by the names of the folders of their metadata.
+
+    (``importlib.metadata`` parses these files by the modules of e-mails, whose import takes longer than a step.)
+    """
+    found: dict[str, str] = {}
+    for folder in sys.path:
+        with suppress(OSError):
+            for entry in os.listdir(folder or "."):
+                name, _, version = entry.removesuffix(".dist-info").partition("-")
+                if entry.endswith(".dist-info"):
+                    found.setdefault(name.lower(), version)
+    return {package: found[package] for package in packages if package in found}
 
 
 def _command() -> str:

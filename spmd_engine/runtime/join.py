@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from spmd_engine.runtime.launchers import (
 
 FOLDER = Path("/dev/shm")
 PATTERNS = ("mpich_shm_*", "sm_segment.*")  # files of MPICH and Open MPI; they stay after a rank is killed
+_MADE_BY = re.compile(r"mpich_shm_([0-9a-f]{1,8})_")  # the number of the process that has made a file of MPICH
 #: Bytes of MPICH's file, measured with 5.0.2 on 2 to 64 ranks. MPICH writes all of it at the start; without room the
 #: system ends it with SIGBUS.
 MPICH_BYTES_PER_RANK, MPICH_BYTES = 1_057_344, 4096
@@ -47,23 +49,26 @@ def remove_unused(files: Iterable[Path]) -> None:
     A running job keeps its file mapped. A job in another container, whose processes are invisible, may lose its file's
     name: it needs that only while its ranks start.
     """
-    if files := list(files):
-        held = held_files(_processes())
-        for path in files:
-            if path not in held:
-                with suppress(OSError):
-                    path.unlink()
+    files = set(files)
+    # First the processes that have made MPICH's files, by their names: those of running jobs hold them.
+    files -= held_files(int(made[1], 16) for path in files if (made := _MADE_BY.match(path.name)))
+    for path in files - held_files(_processes()) if files else ():
+        with suppress(OSError):
+            path.unlink()
 
 
-def check_room(ranks: int, made: Iterable[Path] = ()) -> None:
+def check_room(ranks: int, made: Callable[[], Iterable[Path]] = tuple) -> None:
     """Raise UsageError if /dev/shm has no room for MPICH's file for this many ranks of this node.
 
-    ``made``: files that this job has made already; the first rank of a node makes one after its own check.
+    ``made`` returns files that this job has made already, and is called only without room for more: the first rank of
+    a node makes one after its own check.
     """
     needed = MPICH_BYTES + MPICH_BYTES_PER_RANK * ranks
     with suppress(FileNotFoundError):
         room = os.statvfs(FOLDER)
-        free = room.f_bavail * room.f_frsize + sum(path.stat().st_size for path in made)
+        free = room.f_bavail * room.f_frsize
+        if free < needed:
+            free += sum(path.stat().st_size for path in made())
         if room.f_blocks and free < needed:  # no blocks: no limit
             raise UsageError(
                 f"{FOLDER} has {free / 2**20:.2f} MiB free, and MPICH needs {needed / 2**20:.2f} for {ranks} rank(s): "
@@ -169,8 +174,7 @@ def check_limits(ranks: int) -> None:
 def _check_room() -> None:
     """Raise UsageError on all ranks of a node without room; with several nodes, end the job."""
     try:
-        existing = held_files(siblings()) & files_in_shared_memory() if local_rank() else ()
-        check_room(local_size(), existing)
+        check_room(local_size(), lambda: held_files(siblings()) & files_in_shared_memory() if local_rank() else ())
     except UsageError as error:
         if local_size() < launcher_size():  # ranks of nodes with room would wait for these ranks
             if local_rank() == 0:

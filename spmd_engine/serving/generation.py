@@ -116,7 +116,7 @@ class NextTokens(ShardedEngine):
 
     def unpack(self, engine: LayeredEngine | None, facts: Sequence[Any], whole: Placement) -> Parts:
         """Continue these sequences on another mesh, sharded anew as a batch is."""
-        self._texts = {sequence: text for each in facts for sequence, text in each["texts"]}
+        self._texts = {sequence: text for of_rank in facts for sequence, text in of_rank["texts"]}
         self._sequences, self._rows, self._cache = set(self._texts), [], Cache()
         if engine is None:
             return {}
@@ -220,6 +220,7 @@ def generate(
     of text as soon as later tokens cannot change it. Raises UsageError for a prompt that is empty, has unknown tokens
     or leaves no room in the context, and for a model that takes no tokens.
     """
+    check_argument("generate: engine", engine, LayeredEngine, "a LayeredEngine, as build_engine or as_distributed make")
     check_argument("generate: sampling", sampling, SamplingOptions, "SamplingOptions(temperature=...)")
     if isinstance(prompts, str) or any(isinstance(prompt, (str, int)) for prompt in prompts):
         raise UsageError("generate: prompts are lists of tokens, [[1, 2], [3]]; a tokenizer encodes texts")
@@ -240,11 +241,13 @@ def _check(
     model = engine.model
     if stopping.stop and tokenizer is None:
         raise UsageError("generate: stop strings need a tokenizer")
+    if "" in stopping.stop:
+        raise UsageError("generate: a stop string is empty; give at least one character")
     for number, prompt in enumerate(prompts):
         which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
         if not len(prompt):
             raise UsageError(f"generate: {which} is empty; give at least one character")
-        if unknown := [token for token in prompt if not 0 <= token < model.vocabulary]:
+        if unknown := [token for token in prompt if not (0 <= token < model.vocabulary and int(token) == token)]:
             raise UsageError(
                 f"generate: {which} has token {unknown[0]}, but {model.name} knows 0 to {model.vocabulary - 1}; "
                 "was it encoded by the model's own tokenizer?"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,64 @@ import numpy as np
 from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.agreement.rank_zero import gather_json
+from spmd_engine.comm.agreement.signature import number_of
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.notation import Spec
 from spmd_engine.errors import UsageError
-from spmd_engine.sharding.rectangles import Grid, Rectangle
+from spmd_engine.sharding.rectangles import Grid, Rectangle, covers_once
 
 Rectangles = tuple[Rectangle, ...]
 Interval = tuple[int, int]  # start and stop along a dim
+
+
+class OneEach(Sequence[Rectangles]):
+    """The rectangles of ranks that have at most one each, as numbers: ``Rectangle`` objects are made when needed.
+
+    ``bounds[ranks 2 dims]`` are starts and stops; ``present[ranks]``: whether a rank has a rectangle.
+    """
+
+    def __init__(self, bounds: np.ndarray, present: np.ndarray) -> None:
+        self.bounds, self.present = bounds, present
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """The first rank with the same rectangle, for each rank; -1 if it has none, or an empty one."""
+        filled = self.present & (self.bounds[:, 1] > self.bounds[:, 0]).all(axis=1)
+        rows = np.column_stack([filled, self.bounds.reshape(len(self), -1)])
+        order = np.lexsort(rows.T)  # stable: of equal rows, the first rank comes first
+        begins = np.flatnonzero(np.append(True, (rows[order[1:]] != rows[order[:-1]]).any(axis=1)))
+        numbers = np.empty(len(self), np.int64)
+        numbers[order] = np.repeat(order[begins], np.diff(begins, append=len(self)))
+        return np.where(filled, numbers, -1)
+
+    def first_holders(self, shape: Sequence[int]) -> OneEach | None:
+        """The rectangle of the first rank that has it, of those that are not empty; None unless these cover an array
+        of this shape without overlaps."""
+        owned = OneEach(self.bounds, self.numbers == np.arange(len(self)))
+        return owned if covers_once(self.bounds[owned.present], shape) else None
+
+    @cached_property
+    def _all(self) -> tuple[Rectangles, ...]:
+        rows = zip(self.bounds.tolist(), self.present.tolist(), strict=True)
+        return tuple((Rectangle(tuple(start), tuple(stop)),) if there else () for (start, stop), there in rows)
+
+    def __getitem__(self, rank: int) -> Rectangles:  # type: ignore[override]
+        if not self.present[rank]:
+            return ()
+        start, stop = self.bounds[rank].tolist()
+        return (Rectangle(tuple(start), tuple(stop)),)
+
+    def __iter__(self) -> Iterator[Rectangles]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._all)
 
 
 @dataclass(frozen=True)
@@ -32,8 +84,8 @@ class ArrayPlacement:
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    held: tuple[Rectangles, ...]  #: by rank
-    owned: tuple[Rectangles, ...]  #: by rank, each within a rectangle that it holds
+    held: Sequence[Rectangles]  #: by rank
+    owned: Sequence[Rectangles]  #: by rank, each within a rectangle that it holds
 
     @classmethod
     def of_rectangles(
@@ -176,7 +228,7 @@ def ranks_of_blocks(placed: Sequence[Rectangles]) -> dict[Rectangle, list[int]]:
 
 
 @lru_cache(maxsize=256)
-def _first_holders(shape: tuple[int, ...], held: tuple[Rectangles, ...]) -> tuple[Rectangles, ...]:
+def _first_holders(shape: tuple[int, ...], held: Sequence[Rectangles]) -> tuple[Rectangles, ...]:
     """For each rank, the elements of which it is the first holder; equal layers share the result."""
     grid = Grid(shape, [rectangle for rectangles in held for rectangle in rectangles])
     first = np.full(grid.shape, -1)
@@ -208,35 +260,76 @@ def _sides(rectangle: Rectangle) -> list[Interval]:
 # --- Placements from communication: every rank describes what it holds of all arrays at once
 
 
-def exchange_placements(
-    group: Group, held: Mapping[str, tuple[np.dtype, Rectangle]], *, label: str = "placement"
-) -> Placement:
-    """The placement of arrays of which each rank holds at most one rectangle: this rank those in ``held``.
+Held = Mapping[str, tuple[np.dtype, Rectangle]]  #: what one rank holds of some arrays: at most one rectangle of each
 
-    One all_gather. An array extends to the largest stop of its rectangles; ``check`` and ``plan_transfer`` raise if
-    they do not cover it. The first rank that holds an element owns it.
+
+def exchange_placements(group: Group, held: Mapping[str, Held], *, label: str = "placement") -> dict[str, Placement]:
+    """The placements of several sets of arrays, under the keys of ``held``, which has what this rank holds of each.
+
+    One all_gather of numbers, O(own rectangles) from each rank; and one of the names of arrays, from the first of the
+    ranks that have equal ones, unless all have. An array extends to the largest stop of its rectangles; ``check`` and
+    ``plan_transfer`` raise if they do not cover it. The first rank that holds an element owns it.
     """
-    return placement_of_all(gather_json(group, describe_held(held), label))
-
-
-def describe_held(held: Mapping[str, tuple[np.dtype, Rectangle]]) -> dict[str, Any]:
-    """The rectangles that a rank holds, as JSON: each rectangle once, and its number for each array."""
     kinds: dict[tuple[np.dtype, Rectangle], int] = {}
-    numbers = {name: kinds.setdefault(kind, len(kinds)) for name, kind in held.items()}
-    return {"kinds": [(describe(dtype), part.start, part.stop) for dtype, part in kinds], "arrays": numbers}
+    numbers = {
+        key: {name: kinds.setdefault(kind, len(kinds)) for name, kind in arrays.items()} for key, arrays in held.items()
+    }
+    pattern = {"kinds": [(describe(dtype), len(part.start)) for dtype, part in kinds], "arrays": numbers}
+    bounds = [number for _, part in kinds for number in (*part.start, *part.stop)]
+    gathered = group.all_gather(np.array([number_of((repr(pattern),)), len(bounds), *bounds], np.int64), label=label)
+    rows, at = [], 0
+    while at < len(gathered):
+        rows.append(gathered[at : at + 2 + int(gathered[at + 1])])
+        at += len(rows[-1])
+    members: dict[int, list[int]] = {}  # the ranks that have equal patterns
+    for rank, number in enumerate([int(row[0]) for row in rows]):
+        members.setdefault(number, []).append(rank)
+    patterns = [pattern] * len(rows)
+    if len(members) > 1:
+        is_first = any(ranks[0] == group.rank for ranks in members.values())
+        patterns = gather_json(group, pattern if is_first else None, label)
+    classes = []
+    for ranks in members.values():
+        numbers_of_ranks = np.concatenate([rows[rank][2:] for rank in ranks]).reshape(len(ranks), -1)
+        classes.append((patterns[ranks[0]], np.array(ranks), numbers_of_ranks))
+    del gathered, rows  # which may be large
+    return _placements(classes, group.size)
 
 
-def placement_of_all(descriptions: Sequence[Mapping[str, Any]]) -> Placement:
-    """The placement from the descriptions of all ranks; arrays with equal descriptions share one ArrayPlacement."""
-    kinds = [[_hashable(kind) for kind in description["kinds"]] + [None] for description in descriptions]
-    placements: dict[tuple[int, ...], ArrayPlacement] = {}
-    arrays = {}
-    for name in dict.fromkeys(name for description in descriptions for name in description["arrays"]):
-        numbers = tuple(description["arrays"].get(name, -1) for description in descriptions)
-        if numbers not in placements:
-            placements[numbers] = _placed(tuple(row[n] for row, n in zip(kinds, numbers, strict=True)))
-        arrays[name] = placements[numbers]
-    return Placement(arrays)
+def _placements(classes: Sequence[tuple[Mapping[str, Any], np.ndarray, np.ndarray]], size: int) -> dict[str, Placement]:
+    """The placements on ``size`` ranks, from the ranks with equal patterns: the pattern, the ranks, and the bounds of
+    their rectangles, int[ranks, numbers]. Arrays of which all ranks hold equal parts share one ArrayPlacement."""
+    ends = [np.cumsum([0, *(2 * dims for _, dims in pattern["kinds"])]).tolist() for pattern, _, _ in classes]
+    arrays: dict[tuple[int, ...], ArrayPlacement] = {}
+
+    def placed(numbers: tuple[int, ...]) -> ArrayPlacement:
+        some = next(place for place, number in enumerate(numbers) if number >= 0)
+        dtype, dims = classes[some][0]["kinds"][numbers[some]]
+        bounds, present = np.zeros((size, 2, dims), np.int64), np.zeros(size, bool)
+        for (_, ranks, rows), ends_of_kinds, number in zip(classes, ends, numbers, strict=True):
+            if number >= 0:
+                bounds[ranks] = rows[:, ends_of_kinds[number] : ends_of_kinds[number + 1]].reshape(-1, 2, dims)
+                present[ranks] = True
+        held = OneEach(bounds, present)
+        shape = tuple(bounds[present, 1].max(axis=0).tolist())
+        owned = held.first_holders(shape)
+        return ArrayPlacement(shape, described(dtype), held, _first_holders(shape, held) if owned is None else owned)
+
+    placements: dict[str, Placement] = {}
+    for key in classes[0][0]["arrays"]:
+        by_class = [pattern["arrays"][key] for pattern, _, _ in classes]
+        equal = [other for other in placements if [pattern["arrays"][other] for pattern, _, _ in classes] == by_class]
+        if equal:
+            placements[key] = placements[equal[0]]
+            continue
+        placement = {}
+        for name in dict.fromkeys(chain(*by_class)):
+            numbers = tuple(numbered.get(name, -1) for numbered in by_class)
+            if numbers not in arrays:
+                arrays[numbers] = placed(numbers)
+            placement[name] = arrays[numbers]
+        placements[key] = Placement(placement)
+    return placements
 
 
 def exchange_shapes(
@@ -254,19 +347,3 @@ def exchange_shapes(
         if all(len(other or ()) == len(shape) for others in along for other in others):
             shapes[name] = tuple(sum(other[dim] for other in others) for dim, others in enumerate(along))
     return shapes
-
-
-_Kind = tuple[str, tuple[int, ...], tuple[int, ...]]  # a dtype, start and stop
-
-
-def _hashable(kind: Sequence) -> _Kind:
-    return kind[0], tuple(kind[1]), tuple(kind[2])
-
-
-@lru_cache(maxsize=256)
-def _placed(kinds: tuple[_Kind | None, ...]) -> ArrayPlacement:
-    """The placement from each rank's kind, None if it holds nothing; equal layers share the result."""
-    held = [() if kind is None else (Rectangle(kind[1], kind[2]),) for kind in kinds]
-    stops = [part.stop for parts in held for part in parts]
-    dtype = next(kind[0] for kind in kinds if kind is not None)
-    return ArrayPlacement.of_rectangles(tuple(map(max, zip(*stops, strict=True))), described(dtype), held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import product
 from math import prod
 from operator import sub
 from typing import NamedTuple
@@ -115,6 +116,25 @@ def intersections(
     start = np.maximum(one[:, None, 0], other[None, :, 0])
     stop = np.maximum(start, np.minimum(one[:, None, 1], other[None, :, 1]))
     return start, stop, (stop - start).prod(axis=-1)
+
+
+def covers_once(bounds: np.ndarray, shape: Sequence[int]) -> bool:
+    """Whether rectangles that are not empty, with starts and stops ``bounds[rectangles 2 dims]``, have each element of
+    an array of this shape exactly once."""
+    if not len(bounds) or not len(shape):
+        return len(bounds) == prod(shape)
+    edges, cells = zip(*(np.unique(bounds[:, :, dim], return_inverse=True) for dim in range(len(shape))), strict=True)
+    if [(positions[0], positions[-1]) for positions in edges] != [(0, length) for length in shape]:
+        return False
+    # The changes, from one cell between the edges to the next, in the number of rectangles that have the cell.
+    changes = np.zeros([len(positions) for positions in edges], np.int64)
+    corners = [cell.reshape(-1, 2) for cell in cells]
+    for ends in product((0, 1), repeat=len(shape)):
+        place = tuple(cell[:, end] for cell, end in zip(corners, ends, strict=True))
+        np.add.at(changes, place, (-1) ** sum(ends))
+    for dim in range(len(shape)):
+        changes = changes.cumsum(axis=dim)
+    return bool((changes[(slice(-1),) * len(shape)] == 1).all())
 
 
 class Grid:

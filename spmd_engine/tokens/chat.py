@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -39,7 +38,7 @@ def chat_text(
     if not tokenizer.chat_template:
         raise UsageError("this model has no chat template; write the prompt in its format, without --chat")
     if "tool_calls" not in tokenizer.chat_template:  # it would write None
-        messages = [{**each, "content": ""} if each.get("content", "") is None else each for each in messages]
+        messages = [{**turn, "content": ""} if turn.get("content", "") is None else turn for turn in messages]
     values = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": answer}
     request = {"template": tokenizer.chat_template, "values": {**tokenizer.special, **values}, "seconds": SECONDS}
     with reading(_FAILED):
@@ -76,6 +75,8 @@ def _process() -> subprocess.Popen[bytes]:
 
     Raises UsageError for a jinja2 that is missing, or whose sandbox a template can leave.
     """
+    from importlib.metadata import PackageNotFoundError, version  # whose import takes long
+
     try:
         installed = version("jinja2")
     except PackageNotFoundError:

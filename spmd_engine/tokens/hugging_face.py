@@ -58,8 +58,8 @@ class JsonTokenizer(Tokenizer):
                 named = self._inner.id_to_token(token) if isinstance(token, int) else token
                 if named is not None and self._inner.token_to_id(named) is not None:
                     self.special.setdefault(name, named)
-            added = {each.content for each in self._inner.get_added_tokens_decoder().values()}
-            known = {each for each in self.special.values() if self._inner.token_to_id(each) is not None}
+            added = {token.content for token in self._inner.get_added_tokens_decoder().values()}
+            known = {text for text in self.special.values() if self._inner.token_to_id(text) is not None}
             self._inner.add_special_tokens(sorted(known - added))  # then no text is split into parts of one
             end = self.special.get("eos_token")
             self.separator = self.end = self._inner.token_to_id(end) if end is not None else None
@@ -97,8 +97,8 @@ class JsonTokenizer(Tokenizer):
         self.before, self.after = encoding.ids[:first], encoding.ids[last:]
         added = self._inner.get_added_tokens_decoder().items()
         template = self.chat_template if isinstance(self.chat_template, str) else ""
-        self.turn_ends = [token for token, each in added if each.content in ENDS and each.content in template]
-        self._special = frozenset([*(token for token, each in added if each.special), self.end])
+        self.turn_ends = [number for number, token in added if token.content in ENDS and token.content in template]
+        self._special = frozenset([*(number for number, token in added if token.special), self.end])
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return self._inner.encode(_plain(text), add_special_tokens=special).ids
@@ -218,16 +218,16 @@ def tokenizer_of(files: Mapping[str, str], where: str, usual: Mapping[str, str |
 def _usual(kind: str, config: Mapping[str, Any], described: Iterable[Mapping[str, Any]]) -> dict[str, str | int]:
     """The special tokens of a class that ``config`` does not name; the model's configurations in ``described`` may name
     the end token, too."""
-    found: dict[str, str | int] = {}
+    usual: dict[str, str | int] = {}
     for name, text in USUAL.get(kind, {}).items():
         if name not in config:
-            found[name] = text
+            usual[name] = text
     for content in described:
         ends = content.get("eos_token_id")
         number = ends[0] if isinstance(ends, list) and ends else ends
         if type(number) is int and number >= 0:
-            found.setdefault("eos_token", number)
-    return found
+            usual.setdefault("eos_token", number)
+    return usual
 
 
 def _object(file: Path) -> Mapping[str, Any]:

@@ -73,9 +73,9 @@ def _name_of_split(tokenizer: JsonTokenizer, model: Mapping[str, Any]) -> str:
     given = library.Tokenizer.from_str(tokenizer.files[TOKENIZER]).pre_tokenizer
     expected = [given.pre_tokenize_str(probe) for probe in PROBES]
     for name, split in SPLITS.items():
-        found = split.pre_tokenizer(library)
+        splitter = split.pre_tokenizer(library)
         if split.whole_words == bool(model.get("ignore_merges")) and expected == [
-            found.pre_tokenize_str(probe) for probe in PROBES
+            splitter.pre_tokenize_str(probe) for probe in PROBES
         ]:
             return name
     raise UsageError("a GGUF file cannot describe it: it splits texts in a way that has no name there")

@@ -125,7 +125,7 @@ class MetricsFile(Observer):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
         self._steps = report.step
-        self._file.write(json.dumps(report.as_dict() | self._of_start) + "\n")
+        self._file.write(json.dumps(report.as_line() | self._of_start) + "\n")
         self._of_start = {}
         self._file.flush()
 

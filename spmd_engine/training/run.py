@@ -335,7 +335,7 @@ class Run:
             if self.trainer.loss_scale:
                 facts["loss_scale"] = self.trainer.loss_scale.as_json()
             if self._report:  # incomplete, if the run ends before the step is evaluated
-                facts["report"] = self._report.as_dict()
+                facts["report"] = self._report.as_line()
             self._saving = Save(
                 self.folder,
                 self.engine,

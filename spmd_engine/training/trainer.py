@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import inf, isfinite
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, SupportsIndex
 
 import numpy as np
 
@@ -30,8 +30,11 @@ from spmd_engine.layers.contract import check_argument
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.loss_scale import LossScale
+from spmd_engine.training.numbers_by_rank import condensed, expanded
 
 GROWN = 100  #: a loss of this many times the first one is logged as a warning
+
+_BY_RANK = ("shares", "cpu_seconds", "private_bytes")  #: fields of ``StepReport`` with numbers of all ranks
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,11 @@ class StepReport:
     validation_loss: float | None = None
     validation_metrics: Mapping[str, float] | None = None  #: by name, as ``Evaluation`` has them
 
+    def as_line(self) -> dict[str, Any]:
+        """``as_dict``, with the numbers of ranks ``condensed``."""
+        fields = self.as_dict()
+        return fields | {name: condensed(fields[name]) for name in _BY_RANK if name in fields}
+
     def as_dict(self) -> dict:
         """The fields that are not None, by name; metrics by their own: ``accuracy``, ``validation_accuracy``."""
         fields = {key: value for key, value in vars(self).items() if value is not None}
@@ -71,8 +79,9 @@ class StepReport:
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> StepReport:
-        """The report whose ``as_dict`` is this; numbers without a field of their own are metrics."""
+        """The report whose ``as_dict``, or ``as_line``, is this; numbers without a field of their own are metrics."""
         own: dict[str, Any] = {name: value for name, value in line.items() if name in cls.__dataclass_fields__}
+        own |= {name: expanded(own[name]) for name in _BY_RANK if name in own}
         rest = {name: value for name, value in line.items() if name not in own and isinstance(value, float)}
         validation = {name.removeprefix("validation_"): rest.pop(name) for name in list(rest) if "validation_" in name}
         own |= {name: float(own[name]) for name in ("loss", "grad_norm")}
@@ -110,7 +119,8 @@ class Trainer:
         max_skipped: int = 0,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        _check_arguments(engine=engine, optimizer=optimizer, batches=batches, rate=rate, grad_clip=grad_clip)
+        limits = {"grad_clip": grad_clip, "max_skipped": max_skipped}
+        _check_arguments(engine=engine, optimizer=optimizer, batches=batches, rate=rate, **limits)
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.hooks = stop, max_skipped, tuple(hooks)
@@ -141,6 +151,8 @@ class Trainer:
         rate, skips = self.rate(step), not (isfinite(loss) and isfinite(norm))
         if not hasattr(rate, "__float__"):
             raise UsageError(f"rate({step}) returned {rate!r}; return the learning rate of that step, a number")
+        if not 0 <= rate < inf:
+            raise UsageError(f"rate({step}) returned {rate}; a learning rate is a finite number from 0 on")
         if not skips:
             scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0
             self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale / loss_scale)
@@ -231,7 +243,7 @@ class Trainer:
 
     def run(self, steps: int) -> Iterator[StepReport]:
         """Make steps until ``steps`` are done in all, or until a signal: each when its report is taken."""
-        if not hasattr(steps, "__float__"):
+        if not hasattr(steps, "__index__") or steps < 0:
             raise UsageError(f"Trainer.run({steps!r}): give the number of steps in all")
         return _Steps(self, steps)
 
@@ -320,10 +332,13 @@ def _check_arguments(**arguments: Any) -> None:
         "batches": (Callable, "a function of the step, as lambda step: batch_of(x, y, engine, step=step)"),
         "rate": (Callable, "a function of the step, as lambda step: 0.1"),
         "grad_clip": (SupportsFloat, "a number"),
+        "max_skipped": (SupportsIndex, "a whole number"),
     }
     for name, (kind, expected) in expectations.items():
         if arguments[name] is not None:  # None in a trainer for evaluations only
             check_argument(f"Trainer(engine, optimizer, batches, rate): {name}", arguments[name], kind, expected)
+    if not 0 <= (clip := arguments["grad_clip"] or 0) < inf:
+        raise UsageError(f"Trainer: grad_clip is {clip}; give the largest norm of the gradient, or 0 for no limit")
 
 
 def _is_newer(kind: type, method: str, than: str) -> bool:
@@ -362,7 +377,7 @@ class StepMetrics:
         own = [_private_bytes(_now()), seconds, skips, signal or 0, requests]
         mine = np.concatenate([_state(self._mesh) - self._before, own])
         axes = _counted_axes(self._mesh)
-        ranks = np.array(by_rank(self._mesh, self._mesh.all_gather(mine[None], label="metrics")))
+        ranks = by_rank(self._mesh, self._mesh.all_gather(mine[None], label="metrics"))
         memory, seconds, skipped, signals, requested = ranks[:, -5:].T
         _check_equal(skipped)
         idle = ranks[:, 0]
@@ -385,7 +400,7 @@ class StepMetrics:
         if signal is None or self._mesh.size == 1:
             return signal or 0, requests
         by_position = self._mesh.all_gather(np.array([[skips, signal, requests]]), label="metrics")
-        ranks = np.array(by_rank(self._mesh, by_position))
+        ranks = by_rank(self._mesh, by_position)
         _check_equal(ranks[:, 0])
         return int(ranks[:, 1].max()), _any_bits(ranks[:, 2])
 
@@ -394,9 +409,12 @@ def _any_bits(ranks: np.ndarray) -> int:
     return int(np.bitwise_or.reduce(ranks.astype(np.int64)))
 
 
-def by_rank(mesh: Mesh, by_position: Sequence[Any]) -> list[Any]:
+def by_rank(mesh: Mesh, by_position: Any) -> Any:
     """Values by position on the mesh, in the order of the ranks."""
-    return [by_position[position] for position in np.argsort(mesh.ranks_in_order)]
+    positions = np.argsort(mesh.ranks_in_order)
+    if isinstance(by_position, np.ndarray):
+        return by_position[positions]
+    return [by_position[position] for position in positions]
 
 
 def _now() -> int:

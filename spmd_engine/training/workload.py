@@ -135,7 +135,7 @@ def _open_model(job: TrainConfig, mesh: Mesh, placed: bool) -> Workload:
 def _columns(job: TrainConfig) -> Mapping[str, str] | None:
     if job.data.columns is None:
         return None
-    from spmd_engine.formats.text_documents import parse_columns  # of which most jobs need nothing
+    from spmd_engine.formats.text_documents import parse_columns  # most jobs need none of it
 
     return parse_columns(job.data.columns)
 

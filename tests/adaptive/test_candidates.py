@@ -14,6 +14,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.reshape import Shape
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.training.adapt_config import AdaptConfig
+from support.pairwise import in_turn
 
 MODEL = gpt(GPT_SIZES["gpt-nano"], "gpt-nano")  # with 6 heads
 
@@ -60,8 +61,16 @@ class Job:
         return self.samples / 50 / sum(speeds) / (seconds - self.moving)
 
 
-@pytest.mark.parametrize("axes, slow", [({"data": 2}, (1, 0.5)), ({"data": 4}, (1, 1, 0.5, 1))], ids=["two", "four"])
-@pytest.mark.parametrize("begin", range(100, 120, 5))
+@in_turn(
+    2,
+    **{
+        "axes, slow": [
+            pytest.param({"data": 2}, (1, 0.5), id="two"),
+            pytest.param({"data": 4}, (1, 1, 0.5, 1), id="four"),
+        ],
+        "begin": range(100, 120, 5),
+    },
+)
 def test_shares_follow_a_rank_that_becomes_slower_and_recovers(axes, slow, begin):
     job, even = Job(axes, 56), (1,) * len(slow)
     job.run(begin, even)

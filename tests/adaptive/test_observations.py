@@ -95,3 +95,12 @@ def test_the_interval_is_steps_or_a_time(every, interval):
 def test_another_interval_is_refused(every):
     with pytest.raises(UsageError, match="every"):
         AdaptConfig(every=every)
+
+
+def test_a_slow_rank_among_many_is_seen_in_a_line_that_does_not_list_all():
+    shares = [[0.5, 0.1, 0.4]] * 200
+    shares[150] = [0.9, 0.1, 0.0]
+    report = StepReport(1, 1.0, 1.0, 1.0, 1, 2.0, 1.0, shares=shares, private_bytes=[10] * 199 + [90])
+    line = json.loads(json.dumps(report.as_line()))
+    assert "of" in line["shares"]
+    assert observe([line], 5, memory=[100.0] * 200) == observe([report.as_dict()], 5, memory=[100.0] * 200)

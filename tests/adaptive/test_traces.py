@@ -39,7 +39,7 @@ def test_the_optimum_is_that_of_all_sequences(cost):
     assert steps_of_optimum(rates, 1, cost) == pytest.approx(every_sequence(rates, 1, cost))
 
 
-@in_turn(2, name=DRIFTS, cost=[1, 10])
+@in_turn(4, name=DRIFTS, cost=[1, 10])
 def test_drifts(name, cost):
     speeds = dict(replay_traces.drifts(FOUR))[name]
     run, rates = follow(FOUR, speeds, replay_traces.SECONDS, noise=0.02, cost=cost)

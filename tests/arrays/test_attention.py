@@ -6,6 +6,7 @@ import pytest
 from spmd_engine.arrays import attention
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
 from support.numerics import assert_gradient, frozen, normals
+from support.pairwise import in_turn
 
 
 def plain_attention(q, k, v, positions, key_positions, window=1 << 30):
@@ -80,8 +81,11 @@ def test_attention_of_queries_elsewhere_than_keys(positions, key_positions):
     check_attention(*operands, frozen(positions.copy()), frozen(key_positions.copy()))
 
 
-@pytest.mark.parametrize("window", [1, 20, 64, 65, 1000])
-@pytest.mark.parametrize("positions, key_positions", POSITIONS.values(), ids=POSITIONS)
+@in_turn(
+    2,
+    window=[1, 20, 64, 65, 1000],
+    **{"positions, key_positions": [pytest.param(*each, id=name) for name, each in POSITIONS.items()]},
+)
 def test_a_window_of_positions(positions, key_positions, window):
     q, k, v = queries_keys_values(len(positions), len(key_positions), heads=2)
     seen, dy = (positions, key_positions, None, window), normals(*q.shape, seed=3)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_engine.arrays.images import (
@@ -124,7 +124,6 @@ def test_windows_of_nothing_are_refused(name):
 # --- convolution
 
 
-@settings(deadline=None, max_examples=60)
 @given(windows, windows, lengths, lengths, st.integers(0, 2), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
 def test_convolution(rows, columns, height, width, batch, groups, i, o):
     x, w = normals(batch, height, width, groups * i), normals(rows.size, columns.size, i, groups * o, seed=1)
@@ -149,7 +148,6 @@ def test_shapes_that_disagree_are_refused():
 # --- pooling
 
 
-@settings(deadline=None, max_examples=60)
 @given(windows, windows, lengths, lengths, st.integers(0, 2), st.integers(0, 3))
 def test_max_pool(rows, columns, height, width, batch, channels):
     x = np.round(normals(batch, height, width, channels))  # few values: many are equal
@@ -176,7 +174,6 @@ def test_what_is_not_a_number_stays_so():
     assert chosen[0, 0, 1, 0] == 2
 
 
-@settings(deadline=None, max_examples=60)
 @given(windows, windows, lengths, lengths, st.integers(0, 2), st.booleans())
 def test_average_pool(rows, columns, height, width, batch, count_include_pad):
     x = normals(batch, height, width, 2)

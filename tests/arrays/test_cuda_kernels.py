@@ -25,6 +25,7 @@ from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares, tota
 from spmd_engine.losses import cross_entropy
 from support.fake_cupy import events
 from support.numerics import normals
+from support.pairwise import in_turn
 
 
 class WIDE(np.ndarray):
@@ -316,9 +317,12 @@ def test_attention(length, earlier, shared, dtype, device):
     compare(device, causal_attention_backward, dy, q, k, v, y, log_sums, positions, key_positions)
 
 
-@pytest.mark.parametrize("workspace", [1, 9 * 6 * 8 * 2, 1 << 30], ids=["a row", "two rows", "all"])
-@pytest.mark.parametrize("shared", [(), (2,)])
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"cap": 5.0}, {"apart": True}, {"apart": True, "window": 2}])
+@in_turn(
+    2,
+    workspace={"a row": 1, "two rows": 9 * 6 * 8 * 2, "all": 1 << 30},
+    shared=[pytest.param((), id="own keys"), pytest.param((2,), id="shared keys")],
+    options=[{}, {"window": 3}, {"cap": 5.0}, {"apart": True}, {"apart": True, "window": 2}],
+)
 def test_attention_in_parts(options, shared, workspace, device, monkeypatch):
     """Rows, or samples, at a time, of positions with gaps: as one block on the host."""
     monkeypatch.setattr(device, "workspace", workspace, raising=False)
@@ -455,9 +459,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("shapes", OPERANDS)
+@in_turn(3, view=list(VIEWS), half=list(HALVES), shapes=list(OPERANDS))
 def test_products_sum_in_float32(shapes, half, view, device):
     a, b = (normals(*shape, seed=seed).astype(dtype_of(half)) for seed, shape in enumerate(OPERANDS[shapes]))
     expected = a.astype(np.float64) @ b.astype(np.float64)

@@ -26,7 +26,7 @@ KINDS = {
     "with-titles": np.dtype([(("the first", "a"), "f4"), ("b", "f4")]),
 }
 NUMBERS = [KINDS["big-endian"], KINDS["big-endian-half"], np.dtype(">i8"), np.dtype(">c16")]
-TIMES = 6  # the first call, calls that are known, and every place that data have in a table
+TIMES = 5  # the first call, calls that are known, and every place that data have in a table
 
 
 @functools.cache
@@ -106,12 +106,12 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def kinds_and_ranks():
-    """Each kind on one virtual rank, in turn on 2 or 3, and under MPI on 2, 3 or 4; the other pairs in ``soak``.
+    """Each kind on one virtual rank and in turn on 2 or 3; every other one under MPI; the rest in ``soak``.
 
     And whether every length is handed on as often as any.
     """
     for (i, kind), ranks in itertools.product(enumerate(KINDS), numbers_of_ranks(1, 2, 3)):
-        later = ranks.id not in ("threads-1", f"threads-{2 + i % 2}", f"mpi-{2 + i % 3}")
+        later = ranks.id not in ("threads-1", f"threads-{2 + i % 2}") and (i % 2 or ranks.id != f"mpi-{2 + i % 3}")
         marks = [*ranks.marks, *([pytest.mark.soak] if later else [])]
         yield pytest.param(kind, *ranks.values, later, marks=marks, id=f"{kind}-{ranks.id}")
 
@@ -129,9 +129,9 @@ def alone(dtype):
 
 
 def kinds_and_nodes():
-    """Each kind on one of two placements in turn; the other pairs, and every length as often, in ``soak``."""
+    """Every other kind on one of two placements in turn; the rest, and every length as often, in ``soak``."""
     for (i, kind), (j, nodes) in itertools.product(enumerate(KINDS), enumerate(["aabb", "abcd"])):
-        later = (i + j) % 2 == 0
+        later = (i + 2 * j) % 4 != 1
         yield pytest.param(kind, nodes, later, id=f"{kind}-{nodes}", marks=pytest.mark.soak if later else ())
 
 
@@ -146,7 +146,7 @@ def test_reductions(dtype, ranks):
     on_ranks(reductions, ranks, dtype)
 
 
-@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+@pytest.mark.parametrize("dtype", NUMBERS[1::2], ids=str)
 def test_reductions_between_nodes(dtype):
     run_threads(reductions, 4, args=(dtype,), nodes=list("aabb"))
 

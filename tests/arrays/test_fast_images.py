@@ -24,6 +24,7 @@ from spmd_engine.arrays.numba.functions import FastFunctions
 from spmd_engine.arrays.numba.images import FastImages, fast_images
 from spmd_engine.arrays.windows import Window
 from support.numerics import normals
+from support.pairwise import every_pair
 from test_convolution import lengths, windows
 
 pytest.importorskip("numba")
@@ -54,7 +55,7 @@ def compare(loops, x, w, rows, columns, groups):
     close(loops.conv2d_weight_gradient(x4, dy4, rows, columns, groups), dw)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(windows, windows, lengths, lengths, st.integers(0, 2), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
 def test_convolution(loops, rows, columns, height, width, batch, groups, i, o):
     x, w = normals(batch, height, width, groups * i), normals(rows.size, columns.size, i, groups * o, seed=1)
@@ -74,9 +75,11 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("window", [Window(3, 1, 1, 1, 1), Window(3, 2, 1, 1, 1), Window(2, 1, 2, 1, 0)], ids=str)
-@pytest.mark.parametrize("room", [1 << 17, 900, 1], ids=["whole", "some rows", "a row"])
-@pytest.mark.parametrize("name", SIZES)
+@every_pair(
+    window=[Window(3, 1, 1, 1, 1), Window(3, 2, 1, 1, 1), Window(2, 1, 2, 1, 0)],
+    room={"whole": 1 << 17, "some rows": 900, "a row": 1},
+    name=list(SIZES),
+)
 def test_a_panel_at_a_time(loops, monkeypatch, name, room, window):
     """The same for panels of several samples, of some rows and of one."""
     monkeypatch.setattr(fast_places, "PANEL_ELEMENTS", room)
@@ -100,7 +103,7 @@ def test_on_shapes_they_have_the_same_results(name):
         assert (dx.shape, dw.shape) == (x.shape, w.shape)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(windows, windows, lengths, lengths, st.integers(0, 2), st.integers(0, 3))
 def test_pooling(loops, rows, columns, height, width, batch, normalization):
     x = np.round(normals(batch, height, width, normalization)).astype(np.float32)  # few values: many are equal

@@ -9,7 +9,9 @@ import pytest
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint, save_checkpoint
+from spmd_engine.checkpoints.format.blocks import HASH
 from spmd_engine.checkpoints.format.manifest import Manifest
+from spmd_engine.checkpoints.format.write import HASHES
 from spmd_engine.checkpoints.rewrite import problems
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
@@ -170,22 +172,27 @@ def _change(path, value):
     return change
 
 
-BLOCK = ("sections", "model", "norm/scale", "blocks", 0)
+def _pieces(change):
+    """Change the pieces of one array: their bounds, and their ranks."""
+    return lambda content: change(content["pieces"][content["sections"]["model"]["arrays"]["norm/scale"][2]])
+
+
+FILE = ("sections", "model", "files", 0)
 LIES = {
-    "no part of it": _change((*BLOCK, 1), [99]),
-    "hold 11 of 12 elements": _change((*BLOCK, 1), [11]),
-    "where a text like": _change((*BLOCK, 2), "../../etc/passwd"),
-    "where a whole number should be": _change((*BLOCK, 3), -1),
-    "an array of shape": _change(("sections", "model", "norm/scale", "shape"), [1 << 40, 1 << 40]),
-    "a dtype 'OBJECT'": _change(("sections", "model", "norm/scale", "dtype"), "OBJECT"),
-    "version 2; this program reads version 1": _change(("version",), 2),
+    "no part of it": _pieces(_change((0,), [0, 99])),
+    "hold 11 of 12 elements": _pieces(_change((0,), [0, 11])),
+    "cannot reshape": _pieces(_change((0,), [0, 12, 3])),
+    "is on rank 5, which has no file": _pieces(_change((1,), [5])),
+    "where a text like": _change((*FILE, 2), "../../etc/passwd"),
+    "where a whole number should be": _change((*FILE, 1), -1),
+    "an array of shape": _change(("sections", "model", "arrays", "norm/scale", 0), [1 << 40, 1 << 40]),
+    "a dtype 'OBJECT'": _change(("sections", "model", "arrays", "norm/scale", 1), "OBJECT"),
+    "version 3; this program reads versions 1 and 2": _change(("version",), 3),
     "where an object should be": _change(("sections", "model"), []),
     "no section 'model'": _change(("sections",), {}),
     "KeyError": lambda content: content.pop("facts"),
-    "overlap": lambda content: content["sections"]["model"]["norm/scale"]["blocks"].append(
-        content["sections"]["model"]["norm/scale"]["blocks"][0]
-    ),
-    "but|bytes, .* were written": _change((*BLOCK, 3), 1 << 50),
+    "overlap": _pieces(lambda pieces: pieces.__setitem__(slice(None), [2 * pieces[0], 2 * pieces[1]])),
+    "but|bytes, .* were written": _change((*FILE, 1), 1 << 50),
 }
 
 
@@ -208,10 +215,23 @@ def test_a_manifest_that_was_altered_is_refused(sound):
             Manifest.parse(text, "here")
 
 
+def rows_of(path):
+    """The number of blocks in a file, which has their hashes behind them."""
+    return header_of(path.read_bytes())[0][HASHES]["shape"][0]
+
+
+def test_hashes_that_were_altered_are_a_clear_error(copied):
+    content = bytearray((copied / "model-00000.safetensors").read_bytes())
+    content[-1] ^= 1
+    (copied / "model-00000.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model-00000.safetensors is damaged: the hashes of its blocks"):
+        load(copied)
+
+
 def test_all_that_is_wrong_is_found(copied):
     assert list(problems(Checkpoint(copied))) == []
     model, optimizer = copied / "model-00000.safetensors", copied / "optimizer-00001.safetensors"
-    for path, at in ((model, -3), (optimizer, -1), (optimizer, 30)):
+    for path, at in ((model, -3 - HASH * rows_of(model)), (optimizer, -1 - HASH * rows_of(optimizer)), (optimizer, 30)):
         content = bytearray(path.read_bytes())
         content[at] ^= 4
         path.write_bytes(content)

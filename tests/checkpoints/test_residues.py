@@ -31,7 +31,7 @@ def train(axes, compress, folder, begin, end, **options):
     return run_threads(program, tiny.ranks_of(axes))[0]
 
 
-@in_turn(2, axes=PLACES, compress=["top-k:0.1", "powersgd:2"])
+@in_turn(4, axes=PLACES, compress=["top-k:0.1", "powersgd:2"])
 def test_a_run_that_is_compressed_goes_on_with_the_same_bits(tmp_path, axes, compress):
     whole, _ = train(axes, compress, tmp_path / "whole", 0, 3)
     train(axes, compress, tmp_path / "parts", 0, 1)

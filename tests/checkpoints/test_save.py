@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -10,16 +11,19 @@ from safetensors import safe_open
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint, save_checkpoint
-from spmd_engine.checkpoints.format.manifest import Manifest, StoredArray, StoredBlock
-from spmd_engine.checkpoints.format.write import BlockToWrite, write_files
+from spmd_engine.checkpoints.format.manifest import Manifest, StoredArray, StoredBlock, stored_arrays
+from spmd_engine.checkpoints.format.write import HASHES, BlockToWrite, write_files
 from spmd_engine.checkpoints.load_in_place import PartOfBlock, PartReader
+from spmd_engine.checkpoints.rewrite import problems
 from spmd_engine.checkpoints.save import assign_blocks
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
-from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.placement import ArrayPlacement, OneEach, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 from support import saved, tiny
 from support.pairwise import in_turn
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def stepped(mesh, steps=2, **options):
@@ -52,7 +56,7 @@ PLACES.append(({"data": 2, "model": 3}, {"zero": 3, "shares": {"model": (0, 5, 2
 PLACES.append(({"data": 2, "pipe": 2, "model": (2, 1)}, {"zero": 1}))
 
 
-@pytest.mark.parametrize(("axes", "options"), PLACES, ids=str)
+@in_turn(3, **{"axes, options": PLACES})
 def test_any_mesh_saves_the_same_and_loads_what_another_saved(tmp_path, reference, axes, options):
     save(tmp_path, axes, **options)
     for of in (saved.parameters, saved.state):
@@ -92,23 +96,88 @@ def test_dealing_covers_each_element_once_by_those_who_hold_it():
             "nothing": ArrayPlacement.of_rectangles((0, 3), "f8", [(Rectangle.whole((0, 3)),)] * 4),
         }
     )
-    loads = [0] * 4
+    loads = np.zeros(4, int)
     dealt = assign_blocks(placement, loads, block_bytes=50)
     for name, array in placement.items():
         written = np.zeros(array.shape, int)
-        for rank, pieces in enumerate(dealt):
-            for other, piece in pieces:
-                if other == name:
-                    assert any(piece in held for held in array.held[rank])
-                    written[piece.index] += 1
+        for rank in range(4):
+            for piece in dealt[name].of(rank):
+                assert any(piece in held for held in array.held[rank])
+                written[piece.index] += 1
         assert (written == 1).all()
     assert sum(loads) == 120 + 240 + 8 and max(loads) - min(loads) <= 60
+
+
+def of_rows(ranks, rows, replicas=1):
+    """The placement of arrays of which each rank holds other rows, or as many ranks as there are ``replicas``."""
+    start = np.arange(ranks) // replicas * rows
+    bounds = np.stack([np.stack([start, 0 * start], 1), np.stack([start + rows, 0 * start + 8], 1)], 1)
+    held = OneEach(bounds, np.ones(ranks, bool))
+    shape = int(bounds[-1, 1, 0]), 8
+    return ArrayPlacement(shape, np.dtype("f4"), held, held.first_holders(shape))
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("block_bytes", [64, 4096])
+def test_rectangles_as_numbers_are_dealt_as_other_rectangles(replicas, block_bytes):
+    placed = of_rows(12, 5, replicas)
+    other = ArrayPlacement.of_rectangles(placed.shape, placed.dtype, list(placed.held))
+    assert list(placed.owned) == list(other.owned) and isinstance(placed.owned, OneEach)
+    results = []
+    for one in (placed, other):
+        loads = np.zeros(12, int)
+        dealt = assign_blocks(Placement({"w": one, "v": one}), loads, block_bytes=block_bytes)
+        results.append(([[dealt[name].of(rank) for name in "wv"] for rank in range(12)], loads.tolist()))
+    assert results[0] == results[1]
+
+
+def test_a_manifest_lists_the_rectangles_of_ranks_once_for_equal_arrays():
+    placed, ranks = of_rows(1024, 5), 1024
+    sizes = []
+    for count in (1, 40):
+        placement = Placement({f"block{number}/w": placed for number in range(count)})
+        pieces = assign_blocks(placement, np.zeros(ranks, int))
+        arrays = {name: (array.shape, "F32", pieces[name]) for name, array in placement.items()}
+        files = {rank: (4096 + rank, f"{rank:064x}") for rank in range(ranks)}
+        text = Manifest(1, {"model": stored_arrays("model", arrays, files)}).text()
+        sizes.append(len(text))
+    assert sizes[1] < sizes[0] + 40 * 60
+    manifest = Manifest.parse(text, "here")
+    assert manifest.text() == text
+    block = manifest.sections["model"]["block3/w"].blocks[7]
+    expected = Rectangle((35, 0), (40, 8)), "model-00007.safetensors", 4096 + 7 + 3 * 5 * 8 * 4, 3
+    assert (block.rectangle, block.file, block.offset, block.row) == expected
+    assert manifest.file_sizes()["model-00007.safetensors"] == 4096 + 7 + 40 * (5 * 8 * 4 + 32)
+
+
+def test_a_checkpoint_of_the_first_version_is_read():
+    checkpoint = Checkpoint(GOLDEN / "runs" / "text")
+    assert json.loads((checkpoint.path / "manifest.json").read_text())["version"] == 1
+    assert not checkpoint.manifest.hashes and list(problems(checkpoint)) == []
+
+
+def test_ranks_tell_each_other_one_hash_of_a_file(tmp_path):
+    results = []
+
+    def program():
+        with Mesh(data=4) as mesh:
+            engine, optimizer = stepped(mesh, steps=0, zero=3)
+            engine.placement()  # which is exchanged once
+            before = mesh.ledger.total()
+            save_checkpoint(tmp_path, engine, optimizer, step=1)
+            after = mesh.ledger.total()
+            results.append((after.calls - before.calls, (after.sent - before.sent) / 3))
+
+    run_threads(program, 4)
+    arrays = sum(len(Checkpoint(tmp_path).section(section)) for section in ("model", "optimizer"))
+    assert all(calls == 3 and nbytes < 600 + 40 * arrays for calls, nbytes in results)
 
 
 def test_every_file_is_one_that_the_library_opens(tmp_path, reference):
     folder, arrays = CheckpointFolder(reference).newest(), saved.parameters(reference)
     with safe_open(folder / "model-00000.safetensors", framework="numpy") as file:
-        assert set(file.keys()) == set(arrays)
+        assert set(file.keys()) == {*arrays, HASHES}
+        assert file.get_tensor(HASHES).shape == (len(arrays), 32)
         for name in arrays:
             np.testing.assert_array_equal(file.get_tensor(name), arrays[name], strict=True)
 
@@ -120,12 +189,15 @@ def test_blocks_come_back_as_they_were_also_those_that_are_not_contiguous(tmp_pa
     sources = [BlockToWrite(name, view.shape, view.dtype, lambda view=view: view) for name, view in views.items()]
     (written,) = write_files({tmp_path / "x.safetensors": sources}, {})
     little = np.dtype(dtype).newbyteorder("<")
-    for (name, view), each in zip(views.items(), written, strict=True):
+    offset = written.first
+    for row, (name, view) in enumerate(views.items()):
         block, place = np.empty(view.shape, little), Rectangle.whole(view.shape)
-        stored = StoredBlock(place, "x.safetensors", each.offset, each.sha256)
+        stored = StoredBlock(place, "x.safetensors", offset, written.hashes[32 * row :][:32].hex())
+        array = StoredArray(view.shape, written.dtypes[row], (stored,))
         with PartReader(tmp_path) as reader:
-            reader.read(PartOfBlock(name, StoredArray(view.shape, each.dtype, (stored,)), stored, place, True, block))
+            reader.read(PartOfBlock(name, array, stored, place, True, block))
         np.testing.assert_array_equal(block, view)
+        offset += block.nbytes
     if dtype is not ml_dtypes.float8_e5m2:  # which the library's NumPy side does not know
         with safe_open(tmp_path / "x.safetensors", framework="numpy") as file:
             np.testing.assert_array_equal(file.get_slice("turned")[:], x.T)

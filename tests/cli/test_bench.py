@@ -54,7 +54,8 @@ def test_layers(bench):
 
 
 @pytest.mark.parametrize("only", [["all_reduce", "all_to_all"], pytest.param([], marks=pytest.mark.soak)], ids=str)
-@pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("ranks", ["2", "3"])
+@pytest.mark.soak
 def test_collectives(bench, ranks, only):
     operations = only or ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
     words = [word for name in only for word in ("--only", name)]

@@ -15,17 +15,17 @@ from support.command_line import QUIET, TEXT, metrics
 
 STEPS = 2
 EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", str(STEPS), "--warmup", "1", "--dropout", "0.1"]
-EXACT += ["--grad-clip", "1", "--length", "16", *QUIET, *TEXT]
+EXACT += ["--grad-clip", "1", "--length", "8", *QUIET, *TEXT]
 
 
-#: Every option that says where and when, on two ranks; on more, and each axis beside another, in SOAK.
+#: Options that say where and when, on two ranks; the others, more ranks, and each axis beside another, in SOAK.
 COMPOSITIONS = [
-    "model=2 --sequence-parallel",
-    "context=2 --context-method ulysses --zero 3",
+    "model=2 --sequence-parallel --zero 1",
     "pipe=2 --schedule zero-bubble --micro-batches 2 --recompute block",
-    "data=2 --zero 1",
 ]
 SOAK = [
+    "context=2 --context-method ulysses --zero 3",
+    "data=2 --zero 1",
     "model=2,data=2 --sequence-parallel",
     "context=2,data=2 --context-method ulysses --zero 3",
     "pipe=2,data=2 --schedule 1f1b --zero 1 --micro-batches 2",
@@ -93,7 +93,7 @@ def test_gpt_nano_trains_alike_on_more_ranks(ok, here, tmp_path, composition):
 
 def test_train_resume_generate_infer(several, virtual, here, tmp_path):
     """Begun on two ranks, gone on with on four, with uneven shares."""
-    short = ["--batch-size", "2", "--length", "32", "--seed", "3", "--warmup", "2", *QUIET, *TEXT]
+    short = ["--batch-size", "2", "--length", "12", "--seed", "3", "--warmup", "2", *QUIET, *TEXT]
     here("train", "--steps", "4", "--run", "whole", "--stop-at", "1", *short)
     errors = virtual(2, "train", "--steps", "2", "--run", "parts", *short).err
     assert "validation loss" in errors
@@ -141,7 +141,7 @@ def test_resume_keeps_the_composition_that_fits_the_new_mesh(virtual, here, tmp_
         return json.loads((tmp_path / "runs" / "r" / "config.json").read_text())["composition"]
 
     compose = ["--zero", "3", "--schedule", "interleaved", "--chunks", "3", "--group-cap", "100000"]
-    short = ["--steps", "1", "--decay-steps", "2", "--batch-size", "2", "--length", "32", *QUIET, *TEXT]
+    short = ["--steps", "1", "--decay-steps", "2", "--batch-size", "2", "--length", "8", *QUIET, *TEXT]
     virtual(2, "train", "--mesh", "pipe=2", *compose, "--run", "r", *short)
     resume = ["--resume", "--run", "r", "--steps", "2", "--stages", "cost"]
     errors = virtual(4, "train", "--mesh", "data=2,pipe=2", *resume).err
@@ -283,7 +283,7 @@ def test_prepare_train_score_and_write(several, here, tmp_path):
     """From files of text to text, by way of a file of tokens."""
     lines = "".join(json.dumps({"prompt": f"{n} + 1 =", "completion": f" {n + 1}"}) + "\n" for n in range(60))
     (tmp_path / "sums.jsonl").write_text(lines)
-    short = ["--length", "32", "--batch-size", "4", "--warmup", "1", *QUIET]
+    short = ["--length", "16", "--batch-size", "4", "--warmup", "1", *QUIET]
     scores = ["eval", "--run", "runs/sums", "--file", "sums.tokens", "--json"]
     writes = ["generate", "--run", "runs/sums", "--prompt", "1 + 1 =", "--prompt", "22 + 1"]
     writes += ["--tokens", "6", "--top-k", "9", "--json"]
@@ -324,7 +324,7 @@ def test_help_tells_every_command(here):
 
 
 def test_a_run_broken_off_and_resumed_is_the_run_that_was_not(several, here, tmp_path):
-    common = ["--steps", "4", "--batch-size", "2", "--length", "32", "--dtype", "float64", "--warmup", "2"]
+    common = ["--model", "two-layers", "--steps", "4", "--batch-size", "2", "--dtype", "float64", "--warmup", "2"]
     common += [*QUIET, *TEXT]
     here("train", *common, "--run", "whole")
     begins = ["train", *common, "--stop-at", "2", "--run", "parts"]

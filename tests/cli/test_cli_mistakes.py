@@ -10,7 +10,7 @@ from click import BadParameter
 
 from spmd_engine import Mesh
 from spmd_engine.checkpoints import CheckpointFolder
-from spmd_engine.cli.values import WholeNumber, WholeRange
+from spmd_engine.cli.values import NumberRange, WholeNumber, WholeRange
 from spmd_engine.engine.build import build_engine
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.planning.machine.files import read_machine, toml_of
@@ -58,6 +58,11 @@ def test_inspect_shows_nothing_that_train_refuses(here, options, why):
     assert code == 2 and why in errors and not output
 
 
+def test_analyze_shows_no_step_in_which_a_rank_has_no_samples(here):
+    code, output, errors = here("analyze", "--mesh", "data=3", "--batch-size", "2")
+    assert code == 2 and "Raise --batch-size to 3" in errors and not output
+
+
 MISTAKES = {
     "unknown model 'huge'": ["--model", "huge"],
     "no such file or folder": ["--data", "/nowhere/at/all"],
@@ -89,7 +94,7 @@ MISTAKES = {
 
 #: Mistakes that all ranks find alike: in their options, and in the mesh. What rank 0 alone reads is met by the test of
 #: damaged runs, and what another rank alone finds has a test of its own.
-ON_TWO_RANKS = ("Invalid value for '--steps'", "no custom")
+ON_TWO_RANKS = ("no custom",)
 OF_TWO_RANKS = ("Raise --batch-size to 2", "no customary layout for axis 'lines'")  # one rank cannot make them
 
 
@@ -156,6 +161,12 @@ def test_a_mistake_that_one_rank_finds_is_still_one_line(spmd, r, tmp_path):
     result = spmd(2, "infer", "--run", r.name, "--mesh", "data=2", "--input", "x.npy", "--output", "y.npy", timeout=30)
     assert "rank 1 of 2: spmd_engine: gpt-nano: inputs from 0 to 999" in one_line(result)
     assert not (tmp_path / "y.npy").exists()
+
+
+def test_nan_is_no_number_of_a_range():
+    assert NumberRange(0, 1).convert("0.5", None, None) == 0.5
+    with pytest.raises(BadParameter, match="'nan' is no number"):
+        NumberRange(0, 1).convert("nan", None, None)
 
 
 def test_damaged_runs_are_one_line(spmd, here, r):

@@ -69,7 +69,7 @@ def test_adapters_out_and_in(here, tmp_path):
 def test_trained_with_adapters_and_exported(here, tmp_path):
     text = tmp_path / "text"
     text.write_bytes(bytes(np.random.default_rng(0).integers(97, 107, 2000).astype(np.uint8)))
-    options = ["--data", str(text), "--steps", "1", "--batch-size", "2", *QUIET]
+    options = ["--data", str(text), "--steps", "1", "--batch-size", "2", "--length", "16", *QUIET]
     code, _, error = here("train", "--model", "llama-nano", "--lora-rank", "2", *options)
     assert code == 2 and "adapters need trained weights, and llama-nano has none" in error
     assert here("train", "--model", "llama-nano", *options, "--run", "runs/base")[0] == 0

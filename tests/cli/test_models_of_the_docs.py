@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from support.command_line import QUIET, metrics
+from support.pairwise import in_turn
 
 DOCS = Path(__file__).parents[2] / "docs"
 WRAPPED = """
@@ -76,7 +77,7 @@ def run(here, *command):
     return out
 
 
-@pytest.mark.parametrize("name", MODELS)
+@in_turn(2, name=list(MODELS))
 def test_what_is_predicted_and_drawn_of_a_model(name, here):
     model = ["--model", f"documented.py:{name}"]
     sizes = ["--batch-size", "4"]
@@ -88,7 +89,7 @@ def test_what_is_predicted_and_drawn_of_a_model(name, here):
     assert "certificate" in run(here, "plan", *model, "--ranks", "2", "--axes", "data", "--seconds", "0.5", *sizes)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@in_turn(2, 1, name=list(MODELS))
 def test_a_model_agrees_with_one_device(name, virtual):
     model = ["--model", f"documented.py:{name}", "--batch-size", "4", "--steps", "1"]
     assert "agrees to" in virtual(2, "verify", *model, "--mesh", "model=2").out

@@ -19,6 +19,7 @@ from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.cli import main
 from spmd_engine.models.names import MODELS, build_model
 from support.command_line import metrics
+from support.pairwise import in_turn
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED = GOLDEN / "names_that_are_data.json"
@@ -132,8 +133,7 @@ EARLIER = {
 }
 
 
-@pytest.mark.parametrize("name", EARLIER)
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["same mesh", "one rank"])
+@in_turn(2, name=list(EARLIER), elsewhere={"same mesh": False, "one rank": True})
 def test_a_run_of_version_0_1_goes_on(name, elsewhere, virtual, tmp_path):
     options, mesh, losses, digest, tolerance = EARLIER[name]
     run = shutil.copytree(GOLDEN / "runs" / name, tmp_path / name, symlinks=True)

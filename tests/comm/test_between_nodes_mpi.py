@@ -68,13 +68,11 @@ print(f"{len(set.union(*made))} communicators\\n", end="", flush=True)
 
 WAYS = {
     "as it is": [],
-    "library": ["by_library=1000000000", "with_agreement=0", "hierarchical=500"],
-    "library's sums": ["by_library=1000000000", "with_agreement=0", "in_rank_order=1", "hierarchical=500"],
-    "messages": ["by_library=0", "with_agreement=0", "hierarchical=500"],
-    "rounds": ["piece=8192", "by_library=1000000000"],
-    "small counts": ["largest_count=1024", "by_library=1000000000", "with_agreement=0"],
+    "rounds": ["at_once=1000000000", "with_agreement=0", "repeated_with_agreement=0", "hierarchical=500"],
+    "at once": ["at_once=0", "with_agreement=0", "repeated_with_agreement=0", "hierarchical=500"],
+    "pieces": ["piece=8192", "at_once=0", "reduced_whole=0"],
 }
-FIRST = [("as it is", 3), ("library's sums", 2), ("rounds", 1)]
+FIRST = [("as it is", 3), ("rounds", 2)]
 
 
 CASES = [

@@ -12,6 +12,7 @@ from support.on_ranks import (
     FORMS,
     INLINE,
     OPS,
+    assert_reduced,
     assert_same,
     everywhere,
     numbers_of_ranks,
@@ -54,7 +55,7 @@ def all_reduce(dtype, check, chosen=ALL):
     calls = [(each, op) for each in SHAPES for op in (next(ops), next(ops))]
     for shape, op in calls[chosen]:
         result = group.all_reduce(next(form)(values(shape, dtype, group.rank)), op)
-        assert_same(result, whole(shape, dtype, group.size, op), shape, op)
+        assert_reduced(result, whole(shape, dtype, group.size, op), group.comm, shape, op)
 
 
 def all_gather(dtype, check, chosen=ALL):
@@ -79,7 +80,7 @@ def reduce_scatter(dtype, check, chosen=ALL):
             parts = split(total, sizes, axis) if sizes else np.array_split(total, group.size, axis)
             x = next(form)(values(shape, dtype, group.rank))
             result = group.reduce_scatter(x, axis, how, sizes=sizes)
-            assert_same(result, parts[group.rank], shape, axis, sizes, how)
+            assert_reduced(result, parts[group.rank], group.comm, shape, axis, sizes, how)
 
 
 def all_to_all(dtype, check, chosen=ALL):
@@ -154,11 +155,11 @@ each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: 
 
 
 def programs_and_dtypes():
-    """Every pair on one virtual rank, and in turn on 3 or 5, or under MPI on 2, 3 or 4.
+    """Every pair on one virtual rank, and half of them in turn on 3 or 5, or under MPI on 2, 3 or 4.
 
-    So each of these numbers meets every program and every dtype; below, in one dtype, also every program. The other
-    triples, and those with 8 virtual ranks (below again), are in ``soak``. Of several ranks each dtype makes a third
-    of the calls, another one than its neighbours; in ``soak`` all of them, those of ``make test`` too.
+    Below, in one dtype, these numbers meet every program. The other triples, and those with 8 virtual ranks (below
+    again), are in ``soak``. Of several ranks each dtype makes a third of the calls, another one than its neighbours; in
+    ``soak`` all of them, those of ``make test`` too.
     """
     turns = ["threads-3", "threads-5", *MPI_SIZES]
     cases = []
@@ -166,7 +167,7 @@ def programs_and_dtypes():
         for ranks in numbers_of_ranks(1, 3, 5, soak=[8]):
             name = f"{program.__name__}-{dtype}-{ranks.id}"
             given = program, dtype, *ranks.values
-            if ranks.id == turns[(i + j) % 5]:
+            if ranks.id == turns[(i + j) % 5] and (i + j // 5) % 2 == 0:
                 cases.append(pytest.param(*given, slice(j % 3, None, 3), marks=ranks.marks, id=f"{name}-a third"))
             marks = [*ranks.marks, *([] if ranks.id == "threads-1" else [pytest.mark.soak])]
             cases.append(pytest.param(*given, ALL, marks=marks, id=name))

@@ -139,7 +139,7 @@ def test_pinned_memory_that_others_cannot_read_is_not_offered_to_them(device, mo
     run_threads(program, 2)
 
 
-@everywhere(2, 3)
+@everywhere(3)
 @each_size
 @pytest.mark.parametrize("aware", [False, True])
 def test_broadcast(aware, size, device, ranks):
@@ -163,7 +163,7 @@ def test_broadcast(aware, size, device, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(2, 3)
+@everywhere(3)
 @each_size
 @pytest.mark.parametrize("aware", [False, True])
 def test_send_and_receive(aware, size, device, ranks):

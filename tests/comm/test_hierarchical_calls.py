@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run_threads
-from spmd_engine.comm.connections import Tuning, connections_of, even_nodes
+from spmd_engine.comm.connections import connections_of, even_nodes
 from spmd_engine.errors import MismatchError
 from support.nodes import everyone
 from support.on_ranks import assert_same, reduced, values
 
-LARGE = Tuning().hierarchical  # bytes
+LARGE = 1 << 16  # bytes: more than travel with the agreement
 
 
 @pytest.mark.parametrize("hosts", [None, "aabb", "aaab", "abcd"])

@@ -14,6 +14,7 @@ from spmd_engine.runtime.activity import Record
 from support import fake_nccl
 from support.fake_cupy import events, hazards
 from support.on_ranks import DTYPES, INLINE, OPS, assert_same, values
+from support.pairwise import in_turn
 
 SIZES = {"small": (3, 4), "uneven": (5, 7), "large": (4, INLINE)}
 
@@ -322,8 +323,7 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("name", ARRAYS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_turn(2, name=list(ARRAYS), dtype=DTYPES)
 def test_a_message(name, dtype, device, nccl):
     """Both directions at once; nothing is copied to the host or from it."""
 

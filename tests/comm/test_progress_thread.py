@@ -108,6 +108,7 @@ def why_not():
     return None if asked.returncode == 0 else asked.stderr.strip() or "it fails"
 
 
+@pytest.mark.soak
 def test_two_hosts(tmp_path):
     if reason := why_not():
         pytest.skip(reason)

@@ -15,6 +15,7 @@ from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.launchers import RANK_VARIABLES, SIZE_VARIABLES, THREAD_VARIABLES
+from support.pairwise import in_turn
 
 
 def test_results_are_in_rank_order():
@@ -80,8 +81,11 @@ def make_a_mesh():
     Mesh()
 
 
-@pytest.mark.parametrize("wait", [gather, gather_much, sum_over_an_axis, receive, make_a_mesh])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@in_turn(
+    3,
+    wait=[gather, gather_much, sum_over_an_axis, receive, make_a_mesh],
+    error=[ValueError, KeyboardInterrupt, SystemExit],
+)
 def test_one_rank_ends_all_that_wait(wait, error):
     def program():
         if world().rank != 1:

@@ -52,7 +52,7 @@ def placed(mesh, way, x):
     return y
 
 
-@every_pair(dtype=[DTYPES[1], *DTYPES[4:]], way=WAYS.keys(), ranks=[2, 3], indirect=["way"])
+@every_pair(dtype=[DTYPES[1], *DTYPES[6:]], way=WAYS.keys(), ranks=[2, 3], indirect=["way"])
 def test_reductions(ranks, dtype, way):
     arrays = [values((LENGTH, 2), dtype, rank) for rank in range(ranks)]
 
@@ -78,8 +78,7 @@ def test_reductions(ranks, dtype, way):
     run_threads(program, ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("way", WAYS, indirect=True)
+@every_pair(ranks=[2, 4], way=WAYS.keys(), indirect=["way"])
 def test_moves(ranks, way):
     arrays = [values((LENGTH + 4 * rank, 4), np.dtype(float), rank) for rank in range(ranks)]
     alike = [values((LENGTH, 4), np.dtype(float), rank) for rank in range(ranks)]

@@ -14,31 +14,31 @@ from spmd_engine.comm.connections import Connections, Tuning, connections_of
 from spmd_engine.comm.dispatch import TRANSPORTS, Routing
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages
-from spmd_engine.comm.transports.mpi import NonblockingCollectives
 from spmd_engine.comm.transports.nccl import NcclTransport
+from spmd_engine.comm.transports.rounds import MessageRounds
 from spmd_engine.comm.transports.shared_memory import SharedMemory
 from support import fake_nccl
 from support.on_ranks import assert_same, reduced, values
 
 FLOAT = np.dtype(float)
-#: Names of the nodes of the ranks on which each transport is taken, by threads; "": by MPI ranks.
-NODES = {NcclTransport: "aaa", SharedMemory: "aaa", Hierarchical: "aabb", NonblockingCollectives: "", Messages: "abc"}
+#: Names of the nodes of the ranks on which each transport is taken.
+NODES = {
+    NcclTransport: "aaa",
+    SharedMemory: "aaa",
+    Hierarchical: "aabb",
+    MessageRounds: "abc",
+    Messages: "abc",
+}
 REDUCTIONS = {"all_reduce", "reduce_scatter"}
-MOVES = {Hierarchical: REDUCTIONS | {"all_gather"}}  # others: all operations
 ALL = REDUCTIONS | {"all_gather", "all_to_all", "broadcast"}
+MOVES = {kind: ALL - {"all_to_all"} for kind in (Hierarchical, MessageRounds)}  # others: all operations
 
 
 def test_every_transport_is_tested_here():
     assert list(NODES) == list(TRANSPORTS)
 
 
-each_transport = pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[] if nodes else [pytest.mark.mpi(ranks=3)], id=kind.__name__)
-        for kind, nodes in NODES.items()
-    ],
-)
+each_transport = pytest.mark.parametrize("kind", NODES, ids=lambda kind: kind.__name__)
 
 
 @pytest.fixture
@@ -52,9 +52,10 @@ def taken(kind, monkeypatch):
         return transport
 
     monkeypatch.setattr(Routing, "transport", recorded)
-    by_library = 1 << 30 if kind is NonblockingCollectives else 0
-    monkeypatch.setattr(Connections, "tuning", Tuning(hierarchical=1, by_library=by_library, piece=64))
-    monkeypatch.setattr(dispatch, "inline_limit", lambda *given: 0)
+    at_once = 1 << 30 if kind is MessageRounds else 0
+    monkeypatch.setattr(Connections, "tuning", Tuning(hierarchical=1, at_once=at_once, piece=64))
+    for limit in ("inline_limit", "inline_between_nodes"):
+        monkeypatch.setattr(dispatch, limit, lambda *given: 0)
     return taken
 
 
@@ -69,21 +70,15 @@ def on_ranks(kind, request):
         if kind is NcclTransport:
             connections_of(comm).set_transport(False, device)
             here = SimpleNamespace(put=device.asarray, get=device.to_host, empty=device.empty)
-        if kind is NonblockingCollectives:
-            comm.connections = Connections(comm)
-            comm.connections.library = comm._comm
         try:
             program(Mesh(comm).group(), here)
         finally:
-            if kind is not NonblockingCollectives:
-                comm.free()
+            comm.free()
 
     def run(program):
-        nodes = NODES[kind]
-        if not nodes:
-            return body(program)
+        nodes = list(NODES[kind])
         with fake_nccl.installed() if device else nullcontext():
-            return run_threads(body, len(nodes), nodes=list(nodes), args=[program])
+            return run_threads(body, len(nodes), nodes=nodes, args=[program])
 
     return run
 
@@ -142,4 +137,4 @@ def test_adjoints(kind, taken, on_ranks):
         assert np.isclose(product(sent, w), product(z, group.all_to_all(w, splits=received)[0]), rtol=1e-12)
 
     on_ranks(program)
-    assert taken[kind] >= REDUCTIONS
+    assert taken[kind] >= REDUCTIONS & MOVES.get(kind, ALL)

@@ -14,6 +14,7 @@ from spmd_engine.errors import MismatchError, UsageError
 from spmd_engine.training import Trainer
 from support import tiny
 from support.linear_engine import Linear
+from support.pairwise import in_turn
 
 WHOLE = {
     "uneven": np.arange(7 * 5).reshape(7, 5),
@@ -76,23 +77,20 @@ def on_shelves(program, axes=AXES, kind=Shelf):
 # --- the whole, from what ranks hold
 
 
-@pytest.mark.parametrize("axes", [AXES, {"data": 1, "model": 1}, {"model": 4, "data": 1}], ids=tiny.mesh_id)
-@pytest.mark.parametrize("name", WHOLE)
+@in_turn(2, name=list(WHOLE), axes=[AXES, {"data": 1, "model": 1}, {"model": 4, "data": 1}])
 def test_the_whole_is_on_every_rank(name, axes):
     for whole in on_shelves(lambda shelf, mesh: shelf.gather(name), axes):
         np.testing.assert_array_equal(whole, WHOLE[name], strict=True)
 
 
-@pytest.mark.parametrize("root", [0, 4])
-@pytest.mark.parametrize("name", WHOLE)
+@in_turn(2, name=list(WHOLE), root=[0, 4])
 def test_the_whole_may_be_on_one_rank_alone(name, root):
     results = on_shelves(lambda shelf, mesh: shelf.gather(name, root=root))
     np.testing.assert_array_equal(results[root], WHOLE[name], strict=True)
     assert [rank for rank, whole in enumerate(results) if whole is not None] == [root]
 
 
-@pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("root", [None, 5])
+@in_turn(2, name=list(WHOLE), root=[None, 5])
 def test_each_element_is_sent_once_to_those_who_lack_it(name, root):
     """Of ranks that hold the same, one sends; who has a part already gets only the rest."""
 

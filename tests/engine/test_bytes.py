@@ -8,6 +8,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import Recompute, schedules
 from spmd_engine.sharding.groups import THRESHOLD
 from support import tiny
+from support.pairwise import in_turn
 
 ITEM = 8
 
@@ -86,8 +87,7 @@ def test_together_they_add_up():
     assert total["all_reduce", "model", "block0/mlp"][1] == 2 * 2 * stream
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@in_turn(2, micro_batches=[1, 3], ranks=[2, 3, 8])
 def test_zero_1_reduces_and_gathers_once(ranks, micro_batches):
     """2 S, as data parallel."""
     parameters, total = entries_of_a_step({"data": ranks}, micro_batches, zero=1)
@@ -97,8 +97,7 @@ def test_zero_1_reduces_and_gathers_once(ranks, micro_batches):
     assert ("all_reduce", "data", "gradients") not in total
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("ranks", [2, 3])
+@in_turn(2, 1, micro_batches=[1, 3], ranks=[2, 3])
 def test_zero_2_reduces_every_micro_batch(ranks, micro_batches):
     """(m + 1) S."""
     parameters, total = entries_of_a_step({"data": ranks}, micro_batches, zero=2)
@@ -112,8 +111,7 @@ TABLE = WORDS * WIDTH  # elements of the embedding, and of the head's own
 BLOCK = 12 * WIDTH**2 + 13 * WIDTH
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("ranks", [2, 3])
+@in_turn(2, 1, micro_batches=[1, 3], ranks=[2, 3])
 def test_zero_3_gathers_twice_and_reduces_once_a_micro_batch(ranks, micro_batches):
     """3 m S, less what need not be gathered again: the last layer when the backward begins where the forward ended,
     and the first when the next forward begins where the backward did."""

@@ -43,7 +43,7 @@ WAYS = [
 
 
 @in_turn(
-    2,
+    4,
     pieces=[[10], [1] * 10, [4, 1, 1, 3, 1]],
     **{"axes, options": [pytest.param(*way, id=tiny.mesh_id(way[0])) for way in WAYS]},
 )

@@ -135,7 +135,7 @@ def losses(compress, axes, **options):
         with Mesh(**axes) as mesh:
             engine = tiny.make_engine(mesh, compress=compress, **options)
             trainer = Trainer(engine, AdamW(), lambda step: tiny.batch(engine, 0), lambda step: 0.02, grad_clip=1.0)
-            reports = [trainer.step() for _ in range(8)]
+            reports = [trainer.step() for _ in range(6)]
             parameters = {name: engine.gather(name) for name in engine.names}
             held = engine.parameters.items()
             alike = all(np.array_equal(x, engine.block(name, parameters[name])) for name, x in held)
@@ -155,9 +155,9 @@ AXES = [{"data": 3}, {"data": 2, "model": 2}, {"pipe": 2, "data": 2}]
 
 
 def ways_on_meshes():
-    """Every way on a mesh, in turn, and the last, which multiplies, on another; the other pairs are in ``soak``."""
+    """Every way on a mesh, in turn; the other pairs are in ``soak``."""
     for (i, (compress, options)), (j, axes) in product(enumerate(WAYS), enumerate(AXES)):
-        marks = () if j == i % 3 or (i, j) == (3, 1) else pytest.mark.soak
+        marks = () if j == i % 3 and (i, j) != (3, 0) or (i, j) == (3, 1) else pytest.mark.soak
         yield pytest.param(axes, compress, options, id=f"{tiny.mesh_id(axes)}-{compress}-{options}", marks=marks)
 
 

@@ -84,7 +84,7 @@ def one_device(kind):
     return run_threads(lambda: train(make), 1)[0]
 
 
-@in_turn(2, axes=[{"data": 1}, {"data": 3}, {"replicate": 2, "shard": 2}], **{"kind, zero": CASES})
+@in_turn(3, axes=[{"data": 1}, {"data": 3}, {"replicate": 2, "shard": 2}], **{"kind, zero": CASES})
 def test_it_computes_what_one_device_does(kind, zero, axes):
     losses, gradients, parameters = one_device(kind)
     for result in run_threads(lambda: train(MODELS[kind][0](zero), **axes), int(np.prod(list(axes.values())))):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, as_distributed, run_threads
-from spmd_engine.checkpoints import save_checkpoint
+from spmd_engine import Mesh, as_distributed, layers, load_pretrained, run_threads
+from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import SGD, AdamW, LayeredEngine, ShardedEngine
 from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
 from spmd_engine.engine.distributed import make_engine
@@ -14,6 +14,7 @@ from spmd_engine.layers import Attention, LayerNorm, Residual
 from spmd_engine.losses import cross_entropy
 from spmd_engine.models import two_layers
 from spmd_engine.training import Trainer
+from spmd_engine.training.run_folder import run_folder
 from support.linear_engine import Linear
 from support.strangers import Bare
 
@@ -477,10 +478,34 @@ OF_WRONG_TYPES = {
     "LayeredEngine: dtype is 'float31'; did you mean 'float32'": lambda: LayeredEngine(
         two_layers(2, 3), dtype="float31"
     ),
+    "WarmupCosine: warmup is -3; give a finite number from 0 on": lambda: WarmupCosine(1.0, 10, -3),
+    r"AdamW: betas\[1\] is 3; give a number from 0 on, and below 1": lambda: AdamW(betas=(0.9, 3)),
     "AdamW: betas is 0.9; give two numbers": lambda: AdamW(betas=0.9),
     r"block\('w', ...\): a list of 1 is no array": lambda: own().load_checkpoint({"w": [[1.0]]}),
     "lacks backward, forward, load_checkpoint: define": lambda: make_engine(ShardedEngine, Mesh()),
     "batch_of: engine is the class Own; give a ShardedEngine": lambda: batch_of(X, Y, Own),
+    "batch_of: inputs has <U1, which are no numbers; give an array": lambda: batch_of(np.array(["a"] * 8), Y, own()),
+    "batch_of: inputs has no rows; give an array": lambda: batch_of(X[:0], Y[:0], own()),
+    "batch_of: step is a str; give a number": lambda: batch_of(X, Y, own(), step="a"),
+    "Trainer: grad_clip is nan; give the largest norm": lambda: losses(grad_clip=float("nan")),
+    "max_skipped is a str; give a whole number": lambda: losses(max_skipped="3"),
+    r"rate\(0\) returned nan; a learning rate is": lambda: losses(rate=lambda step: float("nan")),
+    r"rate\(0\) returned -1; a learning rate is": lambda: losses(rate=lambda step: -1),
+    r"Trainer.run\(-1\): give the number of steps": lambda: Trainer(own(), SGD(), None, None).run(-1),
+    r"Trainer.run\(1.5\): give the number of steps": lambda: Trainer(own(), SGD(), None, None).run(1.5),
+    "load_checkpoint: engine is a str; give a ShardedEngine, after": lambda: load_checkpoint(own(), "folder"),
+    "load_checkpoint: params is None; give a mapping": lambda: LayeredEngine(two_layers(2, 3)).load_checkpoint(None),
+    "load_pretrained: path is None; give that of": lambda: load_pretrained(LayeredEngine(two_layers(2, 3)), None),
+    "the run is a int; give its folder": lambda: run_folder(3),
+    "'' is no name of a run; give one": lambda: run_folder(""),
+    "'..' is no name of a run; give one": lambda: run_folder(".."),
+    r"'a\\x00b' is no name of a run; give one": lambda: run_folder("a\0b"),
+    "Linear: d has size 0; it must be from 1": lambda: layers.Linear(("d", 0), ("f", 3)),
+    "mesh axis 'a b': a name has letters": lambda: Mesh(**{"a b": 1}),
+    "Mesh: timeout is -1; give seconds above 0": lambda: Mesh(timeout=-1),
+    "over=3: name mesh axes, of data": lambda: Mesh().all_reduce(X, over=3),
+    "all_reduce takes an array, not a NoneType": lambda: Mesh().all_reduce(None),
+    "describe: x is a NoneType; give this rank's array": lambda: Mesh().describe(None, "b d"),
     "batch_of: micro_batches is a str; give a number": lambda: batch_of(X, Y, own(), "2"),
     "LayeredEngine: model is a str; give a Model": lambda: LayeredEngine("gpt-nano"),
     r"LayeredEngine: mesh is a str; give a Mesh, as Mesh\(data=2\)": lambda: LayeredEngine(two_layers(2, 3), "data=1"),

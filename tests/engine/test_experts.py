@@ -63,6 +63,11 @@ LATER = [
     ("expert=4,data=2", "sigmoid of three"),
     ("expert=2,model=2,pipe=2", "position"),
     ("context=2,expert=3", "probability"),
+    ("data=3", "all losses"),
+    ("expert=2", "position"),
+    ("expert=4", "probability"),
+    ("replicate=2,shard=2", "balanced"),
+    ("data=2,context=2", "all losses"),
 ]
 NOW_AND_LATER = [pytest.param(way, marks=pytest.mark.soak if way[:2] in LATER else []) for way in WAYS]
 
@@ -188,7 +193,10 @@ def test_only_what_moves_is_sent():
 
 @pytest.mark.parametrize(
     "after",
-    [{"data": 4}, pytest.param({"expert": 2, "model": 2}, marks=pytest.mark.soak), {"pipe": 2, "expert": 2}],
+    [
+        *(pytest.param(axes, marks=pytest.mark.soak) for axes in ({"data": 4}, {"expert": 2, "model": 2})),
+        {"pipe": 2, "expert": 2},
+    ],
     ids=str,
 )
 def test_a_training_goes_on_on_another_mesh(after):

@@ -34,6 +34,7 @@ from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer
 from support import parts
 from support.own_layers import LENGTH, Centred, D, F, V, image_model, images, text_model, tokens
+from support.pairwise import in_turn
 from support.tiny import mesh_of_one
 
 MICRO_BATCHES, STEPS = 4, 2
@@ -92,7 +93,19 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+#: What other ways have, here or in images, in other pairs.
+LATER = {
+    "tensor", "zero 1", "zero 2", "naive", "gpipe", "1f1b", "zero-bubble-h2", "rows", "channels", "pipe and channels",
+    "rows and columns",
+}  # fmt: skip
+
+
+def in_time(ways):
+    """The names of the ways, of which those in ``LATER`` are in soak."""
+    return [pytest.param(way, marks=[pytest.mark.soak] * (way in LATER)) for way in ways]
+
+
+@pytest.mark.parametrize("way", in_time(WAYS))
 def test_buffers_and_side_outputs_are_those_of_one_device(way):
     axes, how = WAYS[way]
     assert_same(numbers(text_model(), axes, tokens, **how), numbers_of_one_device())
@@ -271,7 +284,7 @@ def numbers_of_images_on_one_device():
     return numbers(image_model(), {"data": 1}, images, layout=Layout())[0]
 
 
-@pytest.mark.parametrize("way", IMAGE_WAYS)
+@pytest.mark.parametrize("way", in_time(IMAGE_WAYS))
 def test_layers_may_have_any_letters(way):
     axes, cuts, how = IMAGE_WAYS[way]
     layout = Layout(cuts, cuts)
@@ -469,8 +482,7 @@ def a_step(layer, bare=False, layers=None, **how):
     return engine.step(batch_of(*tokens(0), engine, 3))
 
 
-@pytest.mark.parametrize("bare", [False, True], ids=["in a block", "in the list"])
-@pytest.mark.parametrize("case", WRONG)
+@in_turn(2, case=list(WRONG), bare={"in a block": False, "in the list": True})
 def test_a_mistake_of_a_layer_s_author_is_one_line(case, bare):
     changed, message = WRONG[case]
     kind = type("Own", (Layer if "not defined" in case else Gated,), {**vars(Gated), **changed})

@@ -36,8 +36,8 @@ NAMED = [pytest.param(axes, options, id=f"{tiny.mesh_id(axes)}-{options}") for a
 
 
 def engines_in_turn(first):
-    """Every other engine: of the tests here, neighbours have the others; and all of them in ``soak``."""
-    return in_turn(2, first, **{"axes, options": NAMED})
+    """Every third engine: of the tests here, neighbours have others; and all of them in ``soak``."""
+    return in_turn(3, first, **{"axes, options": NAMED})
 
 
 @cache
@@ -124,7 +124,7 @@ def doubled(tied):
     return whole, run_threads(program, 1)[0]
 
 
-@engines_in_turn(0)
+@engines_in_turn(2)
 def test_a_checkpoint_is_taken_by_the_parts_and_used_at_once(axes, options):
     whole, expected = doubled(options.get("tied", True))
 

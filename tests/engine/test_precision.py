@@ -30,15 +30,15 @@ def with_context(method):
 
 
 SAME_ROUNDINGS = [
-    ({"data": 3}, {}),
+    pytest.param({"data": 3}, {}, marks=pytest.mark.soak),
     pytest.param({"data": 2}, {"zero": 1}, marks=pytest.mark.soak),
     ({"data": 2}, {"zero": 2, "recompute": "block"}),
-    ({"data": 3}, {"zero": 3}),
+    pytest.param({"data": 3}, {"zero": 3}, marks=pytest.mark.soak),
     ({"pipe": 2}, {"schedule": "zero-bubble"}),
     pytest.param({"pipe": 2, "data": 2}, {"zero": 1}, marks=pytest.mark.soak),
     ({"pipe": 2, "data": 2}, {"zero": 3, "overlap": 1}),
     ({"context": 2}, with_context("ring")),
-    ({"context": 3}, with_context("gather") | {"zigzag": True}),
+    pytest.param({"context": 3}, with_context("gather") | {"zigzag": True}, marks=pytest.mark.soak),
     pytest.param({"context": 2}, with_context("ulysses"), marks=pytest.mark.soak),
 ]
 

@@ -17,6 +17,7 @@ from spmd_engine.losses import mean_squared_error
 from spmd_engine.models import Model, deep_mlp
 from spmd_engine.sharding import Layout
 from support import tiny
+from support.pairwise import every_pair
 from support.stored import FLOAT, every_stage_of_zero, integers, pair_bytes
 
 
@@ -36,9 +37,9 @@ def counted(mesh):
     return found
 
 
-@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.BLOCK])
-@pytest.mark.parametrize("pairs, micro_batches", [(1, 1), (2, 3), (6, 2)])
-@every_stage_of_zero
+@every_pair(
+    recompute=[Recompute.NONE, Recompute.BLOCK], **{"pairs, micro_batches": [(1, 1), (2, 3), (6, 2)]}, zero=range(4)
+)
 def test_calls_and_bytes_of_a_step(zero, pairs, micro_batches, recompute):
     """Fully sharded, each group is gathered once a forward and once a backward, but for the group that is there.
 

@@ -35,7 +35,7 @@ CASES = {
 
 
 #: Those of other sizes or orders, whose options other cases have.
-LATER = {"pipe=2,model=2|3", "pipe=2,data=2,model=2|1"}
+LATER = {"pipe=2,model=2|3", "pipe=2,data=2,model=2|1", "pipe=2,model=1|2", "model=1|2,pipe=2,data=2"}
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[pytest.mark.soak] * (mesh in LATER)) for mesh in CASES])

@@ -77,6 +77,7 @@ def test_parent_reports_a_crash_after_the_last_test(run_parent, sample):
     assert "ended with exit code 5 after the teardown" in run.stdout
 
 
+@pytest.mark.soak
 def test_parent_reports_a_crash_before_rank_0_could_report_the_last_test(run_parent, sample):
     """Rank 1 exits while rank 0 still has to report the teardown that both have finished."""
     slow_rank_0 = """
@@ -98,6 +99,7 @@ def test_mpi_tests_are_skipped_without_the_option_and_without_pytest_mpi_which_d
     assert "1 passed, 1 skipped" in run.stdout.splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_a_mark_selects_tests_of_other_processes(run_parent, sample):
     text = "@pytest.mark.soak\ndef test_long(): pass\n@pytest.mark.soak\n@two_ranks\ndef test_mpi(): pass"
     run = run_parent("--with-mpi", "--jobs", "2", "-q", "-m", "soak", sample(f"{text}\ndef test_short(): pass"))

@@ -72,7 +72,7 @@ def alone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"rows": 2, "columns": 2}, {"pipe": 2, "model": 2}], ids=tiny.mesh_id)
+@pytest.mark.parametrize("axes", [{"rows": 2, "columns": 2}, {"pipe": 2, "model": 2}], ids=tiny.mesh_id)
 def test_every_mesh_computes_the_same_and_measures_it_exactly(alone, tmp_path, axes):
     trained(tmp_path / "run", alone / "data", axes)
     for ours, theirs in zip(lines(tmp_path / "run"), lines(alone / "run"), strict=True):

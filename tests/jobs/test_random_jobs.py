@@ -4,7 +4,7 @@ import pytest
 
 from support.random_jobs import check_job
 
-SHORT = (2, 24)  #: a decoder with adapters; a mixture of experts, with a move to another mesh
+SHORT = (24,)  #: a mixture of experts, with a move to another mesh
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n in SHORT else pytest.mark.soak) for n in range(150)])

@@ -62,14 +62,14 @@ def own_lines(text):
     [
         # As SIGUSR1 to one rank, and Ctrl-C to the launcher.
         pytest.param("SIGINT", "[1]", "--requeue", 130, id="SIGINT to one rank", marks=pytest.mark.soak),
-        pytest.param("SIGTERM", "[0, 1, 2]", "", 143, id="SIGTERM to all"),
-        pytest.param("SIGUSR1", "[2]", "--requeue", 75, id="SIGUSR1 to one rank, to be queued again"),
+        pytest.param("SIGTERM", "[0, 1, 2]", "", 143, id="SIGTERM to all", marks=pytest.mark.soak),
+        pytest.param("SIGUSR1", "[1]", "--requeue", 75, id="SIGUSR1 to one rank, to be queued again"),
     ],
 )
 def test_training_saves_and_can_go_on(mpi_run, tmp_path, monkeypatch, signal_name, ranks, option, code):
     script = train_program(ranks, signal_name, option)
     (tmp_path / "train.py").write_text(script)
-    result = mpi_run(3, "train.py", cwd=tmp_path, timeout=200)
+    result = mpi_run(1 + max(map(int, ranks.strip("[]").split(","))), "train.py", cwd=tmp_path, timeout=200)
     assert result.returncode == code, result.stderr
     (line,) = own_lines(result.stderr)
     assert f"{signal_name}: saved after step" in line and "--resume --run runs/r" in line
@@ -175,7 +175,13 @@ MOMENTS = {  # the module that is about to be imported when a signal comes
 }
 
 
-@pytest.mark.parametrize("name, module, option, code", MOMENTS.values(), ids=MOMENTS)
+@pytest.mark.parametrize(
+    "name, module, option, code",
+    [
+        pytest.param(*MOMENTS[name], marks=[pytest.mark.soak] * (name in ("modules", "MPI")), id=name)
+        for name in MOMENTS
+    ],
+)
 def test_a_signal_while_something_loads_is_one_line_once_it_has(name, module, option, code, tmp_path):
     for start in STARTS if module == "numpy" else STARTS[:1]:
         environment = {**clean_environment(), "PYTHONPATH": os.getcwd()}

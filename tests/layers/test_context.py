@@ -51,9 +51,7 @@ def test_attention_as_single(method, zigzag, axes):
     assert_as_single(problem_of(attention(method)), axes, zigzag=zigzag)
 
 
-@every_method
-@either_deal
-@pytest.mark.parametrize("axes", [axes for axes in MESHES if "model" in axes], ids=str)
+@every_pair(axes=[axes for axes in MESHES if "model" in axes], method=list(CONTEXT_METHODS), zigzag=DEALS)
 def test_with_the_stream_cut_further(method, zigzag, axes):
     layer = Residual(LayerNorm(WIDTH), attention(method), dropout=0.3)
     assert_as_single(problem_of(layer), axes, zigzag=zigzag, sequence_parallel=True)
@@ -206,9 +204,7 @@ def sent(layer, axes, length=LENGTH, **options):
     return [{operation: number for operation, number in total.items() if number} for total in totals]
 
 
-@pytest.mark.parametrize("key_value_heads", [6, 2])
-@pytest.mark.parametrize("n", [2, 3, 4])
-@either_deal
+@every_pair(n=[2, 3, 4], key_value_heads=[6, 2], zigzag=DEALS)
 def test_gathered_keys_are_sent_once_each_way(n, key_value_heads, zigzag):
     both = 2 * BATCH * LENGTH * key_value_heads * 2 * ITEM  # keys and values, heads 2 wide
     forward, backward = sent(attention("gather", 6, key_value_heads), {"context": n}, zigzag=zigzag)
@@ -216,9 +212,7 @@ def test_gathered_keys_are_sent_once_each_way(n, key_value_heads, zigzag):
     assert backward == {"reduce_scatter": both * (n - 1)}
 
 
-@pytest.mark.parametrize("key_value_heads", [6, 2])
-@pytest.mark.parametrize("n", [2, 3, 4])
-@either_deal
+@every_pair(n=[2, 3, 4], key_value_heads=[6, 2], zigzag=DEALS)
 def test_a_ring_sends_each_block_to_all_others_and_its_gradients_home(n, key_value_heads, zigzag):
     both = 2 * BATCH * LENGTH * key_value_heads * 2 * ITEM
     forward, backward = sent(attention("ring", 6, key_value_heads), {"context": n}, zigzag=zigzag)
@@ -226,9 +220,7 @@ def test_a_ring_sends_each_block_to_all_others_and_its_gradients_home(n, key_val
     assert backward == {"send": both * (n - 1) + both * n}
 
 
-@pytest.mark.parametrize("key_value_heads", [6, 2])
-@pytest.mark.parametrize("n", [2, 3, 4])
-@either_deal
+@every_pair(n=[2, 3, 4], key_value_heads=[6, 2], zigzag=DEALS)
 def test_heads_are_exchanged_four_times_each_way(n, key_value_heads, zigzag):
     """What stays with each rank is its positions of its own heads."""
 

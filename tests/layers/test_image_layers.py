@@ -95,7 +95,7 @@ SOON = "samples", "rows in 8 parts", "channels", "channels by shares", "all"  # 
 LATER = [pytest.param(cut, marks=pytest.mark.soak) for cut in CUTS if cut not in SOON]
 
 
-@in_turn(2, name=list(LAYERS), cut=[*SOON, *LATER])
+@in_turn(4, name=list(LAYERS), cut=[*SOON, *LATER])
 def test_any_cut_as_one_device(name, cut):
     for results, _ in solve(problem_of(name), CUTS[cut]):
         assert_same(results, alone(name))

@@ -103,12 +103,18 @@ def alone(shape=SHAPE):
 @pytest.mark.parametrize(
     ("axes", "composition", "shape"),
     [
-        *((*each, SHAPE) for each in MESHES[1:]),
+        (*MESHES[4], SHAPE),
         ({"model": 2, "data": 2}, {"zero": 3, "sequence_parallel": True}, GPT2),
-        ({"pipe": 2, "model": 2}, {"zero": 2}, NEOX),
-        ({"expert": 2, "model": 2}, {"zero": 1}, EXPERTS),
-        ({"pipe": 2, "expert": 3}, {"recompute": "block"}, EXPERTS),
         ({"expert": 2, "model": 2}, {"zero": 3, "sequence_parallel": True}, SHARED),
+        ({"pipe": 2, "expert": 3}, {"recompute": "block"}, EXPERTS),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                *((*each, SHAPE) for each in (*MESHES[1:4], MESHES[5])),
+                ({"pipe": 2, "model": 2}, {"zero": 2}, NEOX),
+                ({"expert": 2, "model": 2}, {"zero": 1}, EXPERTS),
+            )
+        ),
     ],
     ids=lambda each: each.family if isinstance(each, DecoderConfig) else str(each) if each else "",
 )
@@ -228,15 +234,17 @@ GOLDEN, BASE = ADAPTERS / "llama", BASES / "llama"
 @pytest.mark.parametrize(
     ("family", "axes", "composition"),
     [
-        ("llama", {"data": 1}, {}),
         ("llama", {"pipe": 2, "data": 2}, {"zero": 3}),
-        ("gpt2", {"model": 2}, {}),
+        ("gpt2", {"data": 1}, {}),
         ("phi3", {"model": 3}, {}),
-        ("gpt_neox", {"model": 3}, {}),
-        ("falcon_grouped", {"model": 2, "queries": 2}, {}),
-        ("qwen3_moe", {"expert": 2, "model": 2}, {}),
-        ("mixtral", {"expert": 2, "model": 2}, {}),
-        ("olmoe", {"expert": 3}, {"zero": 3}),
+        ("gpt_neox", {"data": 1}, {}),
+        ("falcon_grouped", {"model": 2}, {}),
+        ("qwen3_moe", {"expert": 2}, {}),
+        ("mixtral", {"data": 1}, {}),
+        pytest.param("llama", {"data": 1}, {}, marks=pytest.mark.soak),
+        pytest.param("falcon_grouped", {"model": 2, "queries": 2}, {}, marks=pytest.mark.soak),
+        pytest.param("mixtral", {"expert": 2, "model": 2}, {}, marks=pytest.mark.soak),
+        pytest.param("olmoe", {"expert": 3}, {"zero": 3}, marks=pytest.mark.soak),
     ],
     ids=lambda each: str(each) if each else "",
 )

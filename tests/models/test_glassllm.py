@@ -22,10 +22,10 @@ MESHES = [
     ({"model": 3}, {"sequence_parallel": True}),  # more ranks than key heads, and 341 does not divide
     pytest.param({"model": 4}, {}, marks=pytest.mark.soak),
     pytest.param({"context": 2}, {"context_method": "ring"}, marks=pytest.mark.soak),
-    ({"context": 3}, {"context_method": "gather"}),
+    pytest.param({"context": 3}, {"context_method": "gather"}, marks=pytest.mark.soak),
     ({"context": 2, "model": 2}, {"context_method": "ulysses"}),
     pytest.param({"pipe": 4}, {}, marks=pytest.mark.soak),
-    ({"pipe": 2, "model": 2}, {}),
+    pytest.param({"pipe": 2, "model": 2}, {}, marks=pytest.mark.soak),
     ({"shard": 3}, {}),
 ]
 

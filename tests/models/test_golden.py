@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, Batch, LayeredEngine, MicroBatch
 from spmd_engine.models import GPTSize, gpt
+from support.pairwise import in_turn
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "gpt2_tiny.npz"))
 HYPER = {name.removeprefix("hyper/"): value.item() for name, value in GOLDEN.items() if name.startswith("hyper/")}
@@ -37,8 +37,7 @@ def gathered(engine, arrays):
     return {name: engine.sharding(name).gather(array, engine.mesh) for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize(("bits", "tolerance"), [(32, 1e-6), (64, 1e-13)])
+@in_turn(2, **{"bits, tolerance": [(32, 1e-6), (64, 1e-13)]}, axes=MESHES)
 def test_logits_loss_and_every_gradient(axes, bits, tolerance):
     def program(engine, batch):
         with engine.inference():
@@ -61,7 +60,7 @@ def test_logits_loss_and_every_gradient(axes, bits, tolerance):
             np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=tolerance * scale, err_msg=name)
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@in_turn(2, axes=MESHES)
 def test_ten_adamw_steps(axes):
     def program(engine, batch):
         optimizer = AdamW((HYPER["beta1"], HYPER["beta2"]), HYPER["epsilon"], HYPER["weight_decay"])

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.models import ImageShape, resnet
 from spmd_engine.training import Trainer
+from support.pairwise import in_turn
 
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "resnet_tiny.npz"))
 SHAPE = ImageShape(17, 14, 3, 5)
@@ -26,7 +26,7 @@ def part(prefix):
     return {name.removeprefix(prefix): value for name, value in GOLDEN.items() if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize(("name", "axes"), CASES, ids=str)
+@in_turn(2, **{"name, axes": CASES})
 def test_three_steps(name, axes):
     """Losses, the first gradients, then parameters and running statistics, and what these give in evaluation."""
 

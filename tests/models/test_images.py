@@ -30,7 +30,7 @@ def holds(model, axes, *, reshard_after=None, **how):
     assert_same(train(MODELS[model](reshard_after=reshard_after), axes, **how), ALONE[model])
 
 
-#: Each with several things at once: of any two, some case has both.
+#: Each with several things at once.
 WAYS = {
     "samples": ("resnet", {"data": 3}, {"zero": 2}),
     "rows": ("bottleneck", {"rows": 2}, {"recompute": BLOCK}),
@@ -53,7 +53,14 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+#: What other ways have in other pairs.
+LATER = {
+    "columns", "channels", "channels and rows", "channels, rows and columns", "channels, then samples", "shards",
+    "rows and columns, then samples", "stages", "rows, of which some ranks have none", "stages of rows",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.soak] * (way in LATER)) for way in WAYS])
 def test_any_way_as_one_device(way):
     model, axes, how = WAYS[way]
     holds(model, axes, **how)

@@ -82,9 +82,9 @@ one_device = cache(lambda name, **options: train(MODELS[name], {"data": 1}, step
 
 
 def models_on_meshes():
-    """Every model on every other mesh, in turn; the deep model, of the layers of the others, not on many ranks."""
+    """Every model on every fourth mesh, in turn; the deep model, of the layers of the others, not on many ranks."""
     for (i, name), (j, axes) in product(enumerate(MODELS), enumerate(MESHES)):
-        marks = pytest.mark.soak if (i + j) % 2 or (name == "deep" and prod(axes.values()) > 4) else ()
+        marks = pytest.mark.soak if (i + j) % 4 or (name == "deep" and prod(axes.values()) > 4) else ()
         yield pytest.param(name, axes, id=f"{name}-{mesh_id(axes)}", marks=marks)
 
 

@@ -25,6 +25,7 @@ from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.observers import ActivityFile, Observer
 from spmd_engine.training.run import Run
 from support.command_line import QUIET, TEXT
+from support.pairwise import in_turn
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC).timestamp()
 STOP = 40
@@ -152,8 +153,7 @@ def test_ranks_that_have_joined_show_the_thresholds_that_they_cross(folder):
     assert "memory pressure 1.00" in frame(folder, 200)[1][-1]
 
 
-@pytest.mark.parametrize("width", [40, 60, 100, 200])
-@pytest.mark.parametrize("lines", [None, 14, 24, 50])
+@in_turn(2, width=[40, 60, 100, 200], lines=[None, 14, 24, 50])
 def test_a_frame_fits(folder, width, lines):
     tell(folder, "warning", time=stamp(NOW), text="long " * 30)
     _, shown = frame(folder, width, lines)

@@ -17,6 +17,7 @@ from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.observability.memory import CLASSES, bytes_per_rank, draw_memory
 from spmd_engine.planning import analyze
 from spmd_engine.training import TrainConfig
+from support.pairwise import in_turn
 from support.tiny import SIZE
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
@@ -72,8 +73,7 @@ def test_other_dtypes_and_optimizers():
 MESHES = [{"data": 3}, {"data": 2, "model": 2}, {"pipe": 2, "data": 2}, {"shard": 2, "data": 2}]
 
 
-@pytest.mark.parametrize("axes", MESHES)
-@pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
+@in_turn(2, axes=MESHES, zero=[None, 0, 1, 2, 3])
 def test_what_is_drawn_is_what_an_engine_stores(axes, zero):
     model, composition = gpt(SIZE), ParallelConfig(zero=zero, group_threshold=500)
 

@@ -5,24 +5,24 @@ from spmd_engine.observability.collective import transports_by_size, transports_
 
 
 def test_transports_on_a_mesh_by_axis():
-    library = "the MPI library's nonblocking collective; else hierarchical: within nodes, then between them"
+    nodes = "hierarchical: within nodes, then between them"
     lines = transports_on_mesh("all_gather", {"data": 4, "model": 2}, nodes=2)
     assert lines == [
         "over data (4 ranks on 2 nodes):",
-        f"  up to 4.00 KiB inline with the agreement; below 16.00 KiB {library}",
+        f"  up to 4.00 KiB inline with the agreement; else {nodes}",
         "over model (2 ranks on 1 node):",
-        "  up to 64.00 KiB inline with the agreement; else shared memory",
+        "  up to 256.00 KiB inline with the agreement; else shared memory",
         "over data,model (8 ranks on 2 nodes):",
-        f"  up to 2.00 KiB inline with the agreement; below 8.00 KiB {library}",
+        f"  up to 2.00 KiB inline with the agreement; else {nodes}",
         "on GPUs: NCCL, if each rank has its own; else see --transport of train",
     ]
 
 
 def test_thresholds_are_those_of_the_tuning():
-    words = transports_by_size("broadcast", [0, 1, 2, 3], Tuning(with_agreement=1 << 10, by_library=1 << 12))
+    words = transports_by_size("broadcast", [0, 1, 2, 3], Tuning(with_agreement=1 << 10, at_once=1 << 12))
     assert words == [
         "up to 256 B inline with the agreement",
-        "below 16.00 KiB the MPI library's nonblocking collective",
+        "below 16.00 KiB messages in log2(n) rounds",
         "else messages",
     ]
 

@@ -19,6 +19,7 @@ from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training import Trainer
 from spmd_engine.verification import mesh_of_one
 from support.linear_engine import Drawn, Linear
+from support.pairwise import in_turn
 
 WIDTH = 6
 
@@ -39,7 +40,7 @@ def ledgers(make, axes, samples):
     return run_threads(program, prod(axes.values()))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@in_turn(2, name=list(STRATEGIES))
 def test_a_strategy_sends_what_its_dry_run_predicts(name):
     page = strategy_named(name)
     axes = default_axes(page, 4)

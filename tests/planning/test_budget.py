@@ -13,6 +13,7 @@ from spmd_engine.planning.search import plan_search as module
 from spmd_engine.planning.search import reasons
 from spmd_engine.planning.search.improve import SIMULATION, Budget, improved
 from spmd_engine.planning.search.search import Limits
+from support.pairwise import in_turn
 
 SMALL = gpt(GPTSize(layers=2, width=32, heads=2, context=16, vocabulary=64))
 
@@ -83,8 +84,7 @@ def test_a_time_limit_stops_all_parts_and_says_so(clock):
 LIMITED = {"none": Limits(), "memory": Limits(memory=1024), "latency": Limits(latency=1e-9)}
 
 
-@pytest.mark.parametrize("fallback", [(), ("split", "offload", "assign")], ids=["alone", "with fallbacks"])
-@pytest.mark.parametrize("limits", LIMITED.values(), ids=LIMITED)
+@in_turn(2, fallback={"alone": (), "with fallbacks": ("split", "offload", "assign")}, limits=LIMITED)
 def test_all_phases_together_end_with_the_seconds_of_the_request(limits, fallback, budgets):
     """A phase that has begun ends, and the first plan of a search is simulated in any case; the result says it."""
     made = budgets(4.0)

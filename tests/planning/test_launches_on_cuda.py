@@ -1,7 +1,6 @@
 """Launches and waits of a step on the stand-in for CuPy are those that the dry run counts."""
 
 import numpy as np
-import pytest
 
 from spmd_engine import Mesh, batch_of
 from spmd_engine.arrays.meta.device import DeviceShapes
@@ -15,6 +14,7 @@ from spmd_engine.models.convnet import ImageShape, resnet
 from spmd_engine.planning import analyze
 from spmd_engine.training import Trainer
 from support.fake_cupy import events
+from support.pairwise import in_turn
 
 
 def of_text(family, layers, **options):
@@ -57,8 +57,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", COUNTS)
+@in_turn(2, name=list(COUNTS), dtype=["float32", "bfloat16"])
 def test_a_step_launches_and_waits_as_often_as_the_dry_run_counts(name, dtype, cuda, monkeypatch):
     make, launches, waits, copies = COUNTS[name]
     model, inputs, targets = make()

@@ -18,6 +18,7 @@ from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from support import tiny
 from support.linear_engine import Linear
+from support.pairwise import in_turn
 from support.placements import exact
 
 GPT = gpt(tiny.SIZE)
@@ -85,7 +86,7 @@ def test_kinds():
     assert [(shard.kind, shard.node, shard.communication) for shard in alone] == [("replica", "first", ())]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@in_turn(2, 1, name=list(STRATEGIES))
 def test_a_strategy_has_shards(name):
     page = strategy_named(name)
     axes = default_axes(page, 4)

@@ -49,7 +49,7 @@ def least():
     return find_plan(replace(request_for(), goal="memory")).evaluation.analysis.peak_bytes
 
 
-@pytest.mark.parametrize("share", [0.93, 0.7])
+@pytest.mark.parametrize("share", [0.93, pytest.param(0.7, marks=pytest.mark.soak)])
 def test_the_plan_s_own_peak_is_within_the_limit(unlimited_plan, share):
     """A little less than what the quickest plan needs, so that its estimate may fit though its step does not."""
     limit = share * unlimited_plan.evaluation.analysis.peak_bytes
@@ -84,7 +84,7 @@ def test_a_plan_that_only_the_simulation_finds_faster_is_chosen(monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "fixed"),
     [
-        pytest.param(2, {"micro_batches": 2}, id="free"),
+        pytest.param(2, {"micro_batches": 2}, id="free", marks=pytest.mark.soak),
         pytest.param(2, {"micro_batches": 2, "zero": 1}, id="fixed"),
         pytest.param(4, {}, id="free on four", marks=pytest.mark.soak),
         pytest.param(4, {"zero": 1}, id="fixed on four", marks=pytest.mark.soak),
@@ -216,8 +216,8 @@ def test_a_trace_ends_with_its_last_step():
     "candidate",
     [
         Candidate((("data", 16),), 32, 1, zero=3),
-        Candidate((("data", 16),), 32, 2, zero=2),
-        Candidate((("data", 16),), 32, 1, zero=3, recompute="block"),
+        pytest.param(Candidate((("data", 16),), 32, 2, zero=2), marks=pytest.mark.soak),
+        pytest.param(Candidate((("data", 16),), 32, 1, zero=3, recompute="block"), marks=pytest.mark.soak),
         Candidate((("pipe", 2), ("data", 8)), 32, 4, zero=1, schedule="1f1b"),
     ],
     ids=str,
@@ -258,7 +258,7 @@ def test_a_file_of_a_gpt_s_sizes_is_a_model(tmp_path):
         planned_model(str(file))
 
 
-@pytest.mark.parametrize("name", ["gpt-nano", "gpt-moe-nano"])
+@pytest.mark.parametrize("name", [pytest.param("gpt-nano", marks=pytest.mark.soak), "gpt-moe-nano"])
 def test_eight_questions_are_answered(name):
     limits = Limits(memory=30 * 2**20)
     subject, answers = explain(Request(build_model(name), read_machine("a100"), [4], [16], limits=limits))
@@ -313,6 +313,8 @@ def test_an_alternative_is_compared_by_what_is_known_of_both_plans():
     ("options", "message"),
     [
         ({"ranks": "2"}, "plan: ranks is a str; give a number"),
+        ({"ranks": 0}, "plan: ranks is 0; it must be from 1"),
+        ({"ranks": 2, "batch_size": []}, "plan: batch_size is empty; it must be from 1"),
         ({"mesh": "data=2"}, "plan: mesh is a str; give axes with their sizes"),
         ({"model": 3, "ranks": 2}, "plan: model is a int; give a Model, or its name"),
     ],

@@ -37,14 +37,23 @@ def test_what_no_process_holds_is_removed(folder):
     assert names(folder) == ["another's"]
 
 
+def test_files_of_running_jobs_are_known_without_a_look_at_all_processes(folder, monkeypatch):
+    own = folder / f"mpich_shm_{os.getpid():x}_0"
+    own.write_bytes(bytes(4096))
+    monkeypatch.setattr(join, "_processes", lambda: pytest.fail("it looks at all processes"))
+    with own.open("rb"):
+        remove_unused({own})
+    assert own.exists()
+
+
 def test_room_that_mpi_does_not_have_is_an_error(folder, monkeypatch):
     room = SimpleNamespace(f_bavail=1000, f_frsize=4096, f_blocks=2000)
     monkeypatch.setattr(join.os, "statvfs", lambda path: room)
-    check_room(3)
+    check_room(3, made=lambda: pytest.fail("there is room for more"))
     with pytest.raises(UsageError, match=r"has 3.91 MiB free, and MPICH needs 4.04 for 4 rank\(s\)"):
         check_room(4)
     (folder / "mpich_shm_3_0").write_bytes(bytes(1 << 20))
-    check_room(4, made=[folder / "mpich_shm_3_0"])
+    check_room(4, made=lambda: [folder / "mpich_shm_3_0"])
     room.f_bavail = room.f_blocks = 0  # without a limit
     check_room(4)
 

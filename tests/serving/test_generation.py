@@ -62,10 +62,10 @@ def write(axes, sampling, which=range(5), **options):
     ("sampling", "meshes"),
     [
         pytest.param(GREEDY, MESHES, id="greedy", marks=pytest.mark.soak),  # on meshes, a real model's text is
-        pytest.param(DRAWN, MESHES[::2], id="drawn"),
-        pytest.param(DRAWN, MESHES[1::2], id="drawn on others", marks=pytest.mark.soak),
-        pytest.param(ALL, MESHES[1::2], id="all"),
-        pytest.param(ALL, MESHES[::2], id="all on others", marks=pytest.mark.soak),
+        pytest.param(DRAWN, MESHES[::4], id="drawn"),
+        pytest.param(DRAWN, MESHES, id="drawn on others", marks=pytest.mark.soak),
+        pytest.param(ALL, MESHES[3::2], id="all"),
+        pytest.param(ALL, MESHES, id="all on others", marks=pytest.mark.soak),
     ],
 )
 def test_one_seed_is_one_text_on_every_mesh_and_rank(sampling, meshes):
@@ -116,7 +116,7 @@ def written_by_one_device(sampling):
 
 
 @in_turn(
-    2,
+    3,
     sampling={"drawn": DRAWN, "all": ALL},
     **{"axes, shares": [pytest.param(*each, id=each[1]) for each in SHARES]},
 )
@@ -126,7 +126,7 @@ def test_shares_of_key_heads_and_vocabulary_write_the_same(sampling, axes, share
         assert [each.tokens for each in found] == [each.tokens for each in written_by_one_device(sampling)]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, ALL], ids=["greedy", "all"])
+@pytest.mark.parametrize("sampling", [pytest.param(GREEDY, marks=pytest.mark.soak), ALL], ids=["greedy", "all"])
 def test_a_text_does_not_hang_on_the_others_of_its_batch(sampling):
     (together,) = write({"data": 1}, sampling)
     for which in [2], [4, 1], [0, 3, 2]:
@@ -194,6 +194,7 @@ def test_stop_strings_end_a_text_and_no_part_of_them_is_emitted():
     [
         ([[1], []], "prompt 1 is empty"),
         ([[1, 13]], "has token 13, but gpt knows 0 to 12"),
+        ([[1, 1.5]], "has token 1.5, but gpt knows 0 to 12"),
         ([[1] * 11], "the prompt has 11 tokens, more than the context of 10"),
     ],
 )
@@ -228,8 +229,7 @@ def test_ties_within_rounding_are_counted_in_float32():
         assert text.near_ties >= among_the_best > 0
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("axes", [{"data": 1}, {"model": 2}, {"context": 2}, {"pipe": 2}], ids=str)
+@in_turn(2, precision=["bfloat16", "float16"], axes=[{"data": 1}, {"model": 2}, {"context": 2}, {"pipe": 2}])
 def test_cached_keys_of_16_bits_write_what_a_forward_of_the_whole_text_gives(axes, precision, monkeypatch):
     """The cache holds 16 bits; the logits that choose tokens are float32."""
     kept = set()
@@ -284,7 +284,7 @@ def test_texts_end_with_the_tokens_that_the_config_names_where_no_other_file_doe
 ALICE = " the\nQueen to the Queen, and she found it was saying to herself, and\nshe was so much a"
 
 
-@in_turn(2, axes=[{"data": 1}, {"model": 4}, {"model": 3}, {"context": 2}, {"pipe": 2}])
+@in_turn(3, axes=[{"data": 1}, {"model": 4}, {"model": 3}, {"context": 2}, {"pipe": 2}])
 def test_a_trained_model_writes_its_documented_text(axes, tmp_path):
     pytest.importorskip("glassllm", reason="needs the model in PyPI's glassllm: pip install '.[test]'")
     folder = tmp_path / "glass"

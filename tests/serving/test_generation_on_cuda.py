@@ -13,7 +13,7 @@ from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 FAMILIES = Path(__file__).parents[1] / "golden" / "decoders"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma3", "olmoe"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.soak), "gemma3", "olmoe"])
 def test_texts_on_cuda_are_those_of_the_cpu(family, cuda):
     def write(device):
         with Mesh(model=2) as mesh:

@@ -5,11 +5,13 @@ from math import prod
 import numpy as np
 import pytest
 
+from spmd_engine import run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding import Spec
-from spmd_engine.sharding.placement import ArrayPlacement, Placement
-from spmd_engine.sharding.rectangles import Rectangle
+from spmd_engine.sharding.placement import ArrayPlacement, Placement, exchange_placements
+from spmd_engine.sharding.rectangles import Rectangle, covers_once
+from support.nodes import everyone
 
 MESHES = [{"data": 1}, {"data": 3}, {"data": 2, "model": 2}, {"data": 2, "model": 3}]
 
@@ -85,6 +87,71 @@ def test_of_rectangles_that_overlap_the_first_holder_owns():
 def test_what_is_no_placement(held, owned, words):
     with pytest.raises(UsageError, match=words):
         Placement({"w": ArrayPlacement.of_rectangles((2, 9), np.float32, held, owned)}).checked()
+
+
+def drawn_parts(rng, ranks):
+    """Parts of a row of 12 that ranks hold: a partition, with replicas and empty parts; or any parts, or none."""
+    if rng.random() < 0.5:
+        edges = np.sort(rng.integers(0, 13, ranks + 1))
+        edges[[0, -1]] = 0, 12
+        blocks = [[pair] for pair in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
+        return [*blocks, blocks[int(rng.integers(ranks))]]
+    parts = [tuple(np.sort(rng.integers(0, 13, 2)).tolist()) for _ in range(ranks)]
+    return [[part] if rng.random() < 0.8 else [] for part in parts] + [[(0, 12)]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_exchange_finds_what_each_rank_holds_and_which_owns_it(seed):
+    rng = np.random.default_rng(seed)
+    drawn = {name: columns(*drawn_parts(rng, 3), shape=(2, 12)) for name in ("a", "b", "c")}
+    drawn["like a"] = drawn["a"]
+
+    def program():
+        group, dtype = everyone(), np.dtype(np.float32)
+        held = {name: (dtype, parts[group.rank][0]) for name, parts in drawn.items() if parts[group.rank]}
+        exchanged = exchange_placements(group, {"one": held, "same": dict(held), "none": {}})
+        assert exchanged["one"] is exchanged["same"] and not exchanged["none"]
+        return exchanged["one"]
+
+    for placement in run_threads(program, 4):
+        assert sorted(placement) == sorted(drawn) and placement["a"] is placement["like a"]
+        for name, parts in drawn.items():
+            expected, found = ArrayPlacement.of_rectangles((2, 12), np.float32, parts), placement[name]
+            assert found.shape == expected.shape and texts(found.held) == texts(expected.held)
+            assert list(found.held) == [found.held[rank] for rank in range(4)]
+            covered = [[part for part in owned if part.size] for owned in found.owned]
+            assert texts(covered) == texts([[part for part in owned if part.size] for owned in expected.owned])
+
+
+def test_ranks_send_numbers_of_their_own_rectangles_and_names_once():
+    sent = []
+
+    def program():
+        group = everyone()
+        held = {f"block{n}/array": (np.dtype("f4"), Rectangle((group.rank, 0), (group.rank + 1, 8))) for n in range(50)}
+        before = group.ledger.total()
+        exchange_placements(group, {"": held})
+        total = group.ledger.total()
+        sent.append((total.calls - before.calls, total.sent - before.sent))
+
+    run_threads(program, 4)
+    assert sent == [(1, (2 + 4) * 8 * 3)] * 4
+
+
+@pytest.mark.parametrize(
+    ("bounds", "once"),
+    [
+        ([[[0, 0], [2, 4]], [[0, 4], [2, 9]]], True),
+        ([[[0, 0], [1, 9]], [[1, 0], [2, 3]], [[1, 3], [2, 9]]], True),
+        ([[[0, 0], [2, 4]]], False),
+        ([[[0, 0], [2, 5]], [[0, 4], [2, 9]]], False),
+        ([[[0, 0], [2, 5]], [[0, 4], [2, 8]]], False),
+        ([], False),
+    ],
+)
+def test_rectangles_that_cover_an_array_once(bounds, once):
+    assert covers_once(np.array(bounds, int).reshape(-1, 2, 2), (2, 9)) == once
+    assert covers_once(np.zeros((1, 2, 0), int), ()) and covers_once(np.zeros((0, 2, 1), int), (0,))
 
 
 def test_arrays_on_different_numbers_of_ranks():

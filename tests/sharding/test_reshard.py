@@ -148,7 +148,7 @@ def test_an_array_on_a_device_stays_there(device):
 @pytest.mark.parametrize(
     "ranks, axes",
     [
-        pytest.param(None, {"data": 3}, id="mpi-3", marks=pytest.mark.mpi(ranks=3)),
+        pytest.param(None, {"data": 3}, id="mpi-3", marks=[pytest.mark.mpi(ranks=3), pytest.mark.soak]),
         pytest.param(None, {"data": 2, "model": 2}, id="mpi-4", marks=pytest.mark.mpi(ranks=4)),
         pytest.param(4, {"data": 2, "model": 2}, id="threads-4"),
     ],

@@ -42,7 +42,7 @@ def test_without_copies_it_is_a_permutation_and_back_its_inverse():
     assert len(full) >= 5
 
     def body(mesh):
-        for source, target in permutations(full, 2):
+        for source, target in permutations(full[::2], 2):
             x = normals(*Spec.parse(source).local_shape((5, 6, 7), mesh), seed=mesh.rank)
             y = reshard(x, source, target, mesh)
             everything = [np.sort(mesh.all_gather(each.reshape(-1))) for each in (x, y)]

@@ -16,7 +16,7 @@ from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.transfer import plan_transfer
 from support.numerics import normals
 from support.on_ranks import on_ranks
-from support.pairwise import every_pair
+from support.pairwise import every_pair, in_turn
 from support.traced_memory import peak_of
 
 RANKS = [1, 2, 3, 6, *(pytest.param(n, marks=pytest.mark.soak) for n in (4, 8))]
@@ -150,8 +150,7 @@ def test_parts_of_a_transfer_are_its_elements(case, n=4):
                 np.testing.assert_array_equal(block, expected, strict=True)
 
 
-@each_case
-@pytest.mark.parametrize("piece_bytes", [1 << 20, 40], ids=["at-once", "in-pieces"])
+@in_turn(2, case=list(cases(1)), piece_bytes={"at-once": 1 << 20, "in-pieces": 40})
 def test_several_sets_of_blocks_move_in_the_collectives_of_one(case, piece_bytes, n=4):
     source, target = cases(n)[case]
     wholes = [np.arange(66.0).reshape(SHAPE) + 100 * number for number in range(3)]
@@ -172,8 +171,7 @@ def test_several_sets_of_blocks_move_in_the_collectives_of_one(case, piece_bytes
                 np.testing.assert_array_equal(block, expected, strict=True)
 
 
-@each_case
-@each_number
+@in_turn(2, case=list(cases(1)), n=RANKS)
 def test_what_a_rank_lacks_comes_once_and_nothing_else(case, n):
     source, target = cases(n)[case]
     plan = plan_transfer(Placement({"x": source}), Placement({"x": target}))
@@ -271,8 +269,7 @@ class Counting:
         return result
 
 
-@each_case
-@pytest.mark.parametrize("adjoint", [False, True], ids=["forward", "adjoint"])
+@in_turn(2, case=list(cases(1)), adjoint={"forward": False, "adjoint": True})
 def test_pieces_are_no_larger_than_allowed_and_no_more_than_needed(case, adjoint):
     n, most = 4, 96
     source, target = (Placement({"x": each}) for each in cases(n)[case])

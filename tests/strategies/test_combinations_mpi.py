@@ -18,8 +18,10 @@ from support.combinations import ATTENTION, BLOCK, PARALLEL, Case, assert_as_one
     "nodes, case",
     [
         (2, Case("data=2,pipe=2", zero=3, group_threshold=1500, schedule="zero-bubble")),
-        (2, Case("pipe=2,context=2", zero=1, context_method="ulysses", recompute=BLOCK)),
-        (4, Case("replicate=2,shard=2", group_threshold=3000)),
+        pytest.param(
+            2, Case("pipe=2,context=2", zero=1, context_method="ulysses", recompute=BLOCK), marks=pytest.mark.soak
+        ),
+        pytest.param(4, Case("replicate=2,shard=2", group_threshold=3000), marks=pytest.mark.soak),
         (4, Case("context=2,model=2", zero=2, context_method="ring", **PARALLEL)),
     ],
     ids=str,
@@ -43,9 +45,9 @@ def alone(program, ranks):
     "case",
     [
         Case("data=2,pipe=2", zero=3, schedule="zero-bubble", group_threshold=1500, micro_batches=5),
-        Case("pipe=2,data=2", zero=2, schedule="interleaved", recompute=BLOCK),
+        pytest.param(Case("pipe=2,data=2", zero=2, schedule="interleaved", recompute=BLOCK), marks=pytest.mark.soak),
         Case("context=2,model=2", zero=3, context_method="ring", zigzag=True, recompute=ATTENTION, **PARALLEL),
-        Case("replicate=2,shard=2", group_threshold=0, micro_batches=3),
+        pytest.param(Case("replicate=2,shard=2", group_threshold=0, micro_batches=3), marks=pytest.mark.soak),
         Case("data=2,model=2", shares="data=2:1,model=3:1", zero=3, **PARALLEL),
     ],
     ids=str,

@@ -166,7 +166,7 @@ def test_every_strategy_that_sends_is_here():
     assert {*COSTS, "single-device"} == set(STRATEGIES)
 
 
-@in_turn(2, **{"name, sizes": CASES, "micro_batches": [1, 3]})
+@in_turn(5, **{"name, sizes": CASES, "micro_batches": [1, 3]})
 def test_costs_are_those_of_the_docstring(name, sizes, micro_batches):
     strategy = STRATEGIES[name]
 

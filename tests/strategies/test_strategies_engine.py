@@ -64,7 +64,7 @@ def test_every_strategy_saves_and_loads():
     assert [sorted(column) for column in zip(*PAIRS, strict=True)] == [sorted(STRATEGIES)] * 2
 
 
-@in_turn(2, **{"saving, loading": PAIRS})
+@in_turn(3, **{"saving, loading": PAIRS})
 def test_a_checkpoint_of_one_goes_on_as_another(saving, loading, tmp_path):
     """Parameters and optimizer state, on another number of ranks; the steps are those of one that never stopped."""
     saving, loading = STRATEGIES[saving], STRATEGIES[loading]

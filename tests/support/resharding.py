@@ -22,12 +22,12 @@ MESH_IDS = ["2x2", "3x2", "2x2x2"]
 
 
 def each_mesh_with_pairs(now):
-    """Pairs of shardings on each mesh. On larger meshes only part ``now`` of five is not in ``soak``; in each part, a
+    """Pairs of shardings on each mesh. On larger meshes only part ``now`` of ten is not in ``soak``; in each part, a
     sharding is paired with several others. Tests that use different parts together cover most pairs."""
     params = []
     for (axes, names), name in zip(MESHES, MESH_IDS, strict=True):
         pairs = list(product(enumerate(names), repeat=2))
-        of = 5 if prod(axes.values()) > 4 else 1
+        of = {4: 2, 6: 7}.get(prod(axes.values()), 11)
         for part in range(of):
             chosen = [(source, target) for (i, source), (j, target) in pairs if (i + 2 * j) % of == part]
             id = name if of == 1 else f"{name}, part {part + 1} of {of}"

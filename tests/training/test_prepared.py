@@ -234,6 +234,19 @@ def test_whole_documents_tell_every_target_once_and_none_of_another(truncate):
             assert (np.diff(own) == 1).all() and len({int(np.searchsorted(ends, at, side="right")) for at in own}) == 1
 
 
+@pytest.mark.parametrize("with_flags", [False, True])
+def test_targets_of_a_row_are_counted_without_its_tokens(with_flags):
+    ends = np.cumsum([4, 1, 13, 3, 3, 5, 27, 2])
+    begins = np.array([0, *ends[:-1]])
+    flags = np.random.default_rng(0).integers(0, 2, ends[-1]).astype(np.uint8) if with_flags else None
+    packed = whole_documents(begins, ends, 6, truncate=with_flags, learnt=flags)
+    places, _ = packed.rows(np.arange(len(packed)))
+    counted = places >= 0
+    if flags is not None:
+        counted &= flags[places + 1] > 0
+    assert packed.targets_of_rows.tolist() == counted.sum(axis=1).tolist()
+
+
 def test_an_epoch_has_every_row_once(texts, tmp_path):
     data = PreparedData.of(prepared(texts, tmp_path / "x.tokens"), 16, seed=1)
     rows = len(data.train_rows)

@@ -21,11 +21,12 @@ from spmd_engine.training import Trainer
 from support import fake_cupy, fake_nccl, pages
 from support.fake_cupy import events
 from support.linear_engine import Linear
+from support.pairwise import in_turn
 
 GPT2 = Path(__file__).parents[1] / "golden" / "decoders" / "gpt2"
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@in_turn(2, name=list(STRATEGIES))
 def test_a_strategy_on_cuda_trains_as_on_the_cpu(name, cuda):
     axes = pages.meshes(STRATEGIES[name])[1]
 

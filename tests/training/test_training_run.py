@@ -335,7 +335,7 @@ def test_what_fails_before_anything_is_written_is_a_save_that_failed(tmp_path, m
     assert told[0] == 2 and "No space left on device" in told[1] and told[2] == 6
 
 
-@pytest.mark.parametrize("size", [0, 70, 200, 1000])
+@pytest.mark.parametrize("size", [0, 200])
 def test_a_full_disk_is_one_line_at_the_beginning_and_when_a_run_goes_on(tmp_path, size):
     """Not even the lock can be written; or config.json, or metrics.jsonl, or the first checkpoint."""
     folder, how = tmp_path / "run", {"config": {"a": "long" * 20}, "save_every": 2}

@@ -10,6 +10,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.verification import engine_and_reference, fill_zeros, verify
 from spmd_engine.verification.reference import batches_of_shape
 from support import planted, tiny
+from support.pairwise import in_turn
 
 
 def report_of(make, source, **options):
@@ -46,13 +47,13 @@ def ranks_of(fault):
 FIRST = [min((each for each in reversed(planted.FAULTS) if each.kind == kind), key=ranks_of) for kind in KINDS]
 
 
-@pytest.mark.parametrize("source", planted.SOURCES)
+@in_turn(2, source=list(planted.SOURCES))
 def test_engines_without_a_fault_agree(source, tmp_path):
     fault = planted.Planted("none", source, None, "import numpy as np\n", "import numpy as np\n")
     assert report_of(fault.engine(tmp_path), source).agrees
 
 
-@pytest.mark.parametrize("fault", FIRST, ids=lambda fault: fault.kind)
+@in_turn(2, fault={fault.kind: fault for fault in FIRST})
 def test_a_fault_of_each_kind_is_named_with_its_line(fault, tmp_path):
     check(fault, tmp_path)
 

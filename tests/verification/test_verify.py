@@ -79,10 +79,10 @@ def dense_pair(mesh, model):
 CASES = [(axes, partial(gpt_pair, **options), tiny.batch) for axes, options in GPT]
 for model, axes in DENSE:
     CASES.append((axes, partial(dense_pair, model=model), batches_for_model(model, 5, micro_batches=2)))
-every_case = pytest.mark.parametrize(("axes", "pair", "batches"), CASES, ids=[tiny.mesh_id(axes) for axes, *_ in CASES])
+each_case = {"axes, pair, batches": [pytest.param(*case, id=tiny.mesh_id(case[0])) for case in CASES]}
 
 
-@every_case
+@in_turn(2, **each_case)
 def test_layers_on_any_mesh_agree(axes, pair, batches):
     def program():
         with Mesh(**axes) as mesh:
@@ -95,7 +95,7 @@ def test_layers_on_any_mesh_agree(axes, pair, batches):
     assert str(reports[0]).splitlines()[-1] == f"agrees to {reports[0].distance:.0e}"
 
 
-@every_case
+@in_turn(2, 1, **each_case)
 def test_all_that_passes_between_layers_is_found_in_its_place(axes, pair, batches):
     def program():
         with Mesh(**axes) as mesh:
@@ -117,7 +117,7 @@ def test_all_that_passes_between_layers_is_found_in_its_place(axes, pair, batche
     assert 4 * len(layers) - 2 <= len(shapes) - 2 <= 4 * len(layers)
 
 
-@in_turn(2, name=list(STRATEGIES))
+@in_turn(3, name=list(STRATEGIES))
 def test_pages_agree(name):
     page = STRATEGIES[name]
     make = partial(page, pages.D, pages.HEADS if issubclass(page, OneAttention) else pages.F)

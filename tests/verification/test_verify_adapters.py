@@ -82,7 +82,7 @@ class OtherGroup:
 
 
 @in_turn(
-    2,
+    4,
     cause={cause.name: cause for cause in HOW},
     **{
         "name, axes, over": [

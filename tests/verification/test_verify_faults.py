@@ -63,7 +63,7 @@ REDUCTIONS = [
 
 
 @in_turn(
-    2,
+    4,
     cause={cause.name: cause for cause in HOW},
     **{"strategy, label, axis, what": [pytest.param(*each, id=each[-1]) for each in REDUCTIONS]},
 )

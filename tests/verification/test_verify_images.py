@@ -99,7 +99,7 @@ def disagreement(axes, name, kind, **attributes):
 
 
 @in_turn(
-    2,
+    4,
     kind=[ConvWithoutHalo, ConvThatSendsNothingBack],
     **{"axes, over": [({"rows": 2, "data": 2}, "rows"), ({"pipe": 2, "columns": 2}, "columns")]},
 )

@@ -24,6 +24,7 @@ def dtype_name(dtype: np.dtype, what: str) -> str:
     return _NAMES[dtype.name]
 
 
+HASH = 32  #: bytes of a SHA-256
 IN_CACHE = 1 << 18  #: bytes that are hashed, and then checked while they are in the processor's cache
 
 

@@ -2,6 +2,10 @@
 
 It is JSON, with a SHA-256 of itself. Only the division of arrays into blocks depends on the mesh; the arrays that are
 read are the same for any division.
+
+What grows with the number of ranks is written once: equal arrays share one list of pieces, from which follow the
+offsets of blocks, and each file has the hashes of its blocks (``write.HASHES``), of which the manifest has one hash.
+Version 1 lists every block of every array; it is still read.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations
 from math import prod
 from operator import gt
@@ -19,18 +23,20 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.checkpoints.format.blocks import HASH
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
 from spmd_engine.formats.safetensors_header import DTYPES, dtype_of
 from spmd_engine.sharding.rectangles import Rectangle
 
-FORMAT, VERSION = "spmd_engine checkpoint", 1
+FORMAT, VERSION = "spmd_engine checkpoint", 2
 #: Sections: parameters and buffers by name; optimizer state by kind/name; residues of single ranks by rank/name.
 MODEL, OPTIMIZER, RESIDUES = "model", "optimizer", "residues"
 _FILE = re.compile(r"[a-z]+-\d{5,}\.safetensors")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _TEXT = re.compile(r"[^\x00\ud800-\udfff]*", re.DOTALL)
 _LARGEST = 1 << 62
+_MOST_DIMS, _MOST_RANKS = 32, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,87 @@ class StoredBlock:
     rectangle: Rectangle
     file: str
     offset: int  #: bytes from the file's beginning
-    sha256: str
+    sha256: str = ""  #: in a manifest of version 1; else row ``row`` of the file's hashes
+    row: int = 0
+
+
+class Pieces:
+    """The rectangles in which an array is written, and the rank that writes each; equal arrays share one object.
+
+    ``bounds[pieces 2 dims]`` are starts and stops, ``ranks[pieces]``.
+    """
+
+    def __init__(self, bounds: np.ndarray, ranks: np.ndarray) -> None:
+        self.bounds, self.ranks = bounds, ranks
+        self.sizes = (bounds[:, 1] - bounds[:, 0]).prod(axis=1)  #: elements of each
+
+    def of(self, rank: int) -> list[Rectangle]:
+        """The pieces that a rank writes, in the order in which they are in its file."""
+        return [Rectangle(tuple(start), tuple(stop)) for start, stop in self.bounds[self.ranks == rank].tolist()]
+
+    @cached_property
+    def rectangles(self) -> tuple[Rectangle, ...]:
+        return tuple(Rectangle(tuple(start), tuple(stop)) for start, stop in self.bounds.tolist())
+
+    @cached_property
+    def before(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each piece, the number of elements, and of pieces, of this array before it in its file."""
+        order = np.argsort(self.ranks, kind="stable")
+        ranks, sizes, numbers = self.ranks[order], self.sizes[order], np.arange(len(order))
+        first = np.searchsorted(ranks, ranks)
+        ends = np.cumsum(sizes) - sizes
+        elements, rows = np.empty_like(order), np.empty_like(order)
+        elements[order], rows[order] = ends - ends[first], numbers - first
+        return elements, rows
+
+
+Files = Mapping[int, tuple[int, str]]  # of ranks: the first byte of the first block, the SHA-256 of all their hashes
+
+
+def file_name(section: str, rank: int) -> str:
+    """The file in which a rank writes its blocks of a section."""
+    return f"{section}-{rank:05d}.safetensors"
+
+
+class FilesOfSection:
+    """The files of a section, in which ranks have written their pieces of all its arrays in order, without gaps."""
+
+    def __init__(self, section: str, files: Files) -> None:
+        self.section, self.files = section, files
+        self.arrays: list[tuple[Pieces, int]] = []  #: with the bytes of an element
+
+    @cached_property
+    def places(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The offset and the row of each piece of each array; last, by rank: the end of all, and their number."""
+        at, rows = np.zeros((2, 1 + max(self.files, default=0)), np.int64)
+        at[list(self.files)] = [first for first, _ in self.files.values()]
+        places = []
+        for pieces, itemsize in self.arrays:
+            elements, before = pieces.before
+            places.append((at[pieces.ranks] + elements * itemsize, rows[pieces.ranks] + before))
+            np.add.at(at, pieces.ranks, pieces.sizes * itemsize)
+            np.add.at(rows, pieces.ranks, 1)
+        return [*places, (at, rows)]
+
+
+class BlocksInFiles(Sequence[StoredBlock]):
+    """The blocks of array number ``number`` of a section, as they follow from its pieces."""
+
+    def __init__(self, files: FilesOfSection, number: int) -> None:
+        self.files, self._number, self.pieces = files, number, files.arrays[number][0]
+
+    @cached_property
+    def _all(self) -> tuple[StoredBlock, ...]:
+        offsets, rows = (numbers.tolist() for numbers in self.files.places[self._number])
+        names = [file_name(self.files.section, rank) for rank in self.pieces.ranks.tolist()]
+        blocks = zip(self.pieces.rectangles, names, offsets, rows, strict=True)
+        return tuple(StoredBlock(rectangle, name, offset, row=row) for rectangle, name, offset, row in blocks)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._all[number]
+
+    def __len__(self) -> int:
+        return len(self.pieces.ranks)
 
 
 @dataclass(frozen=True)
@@ -49,7 +135,7 @@ class StoredArray:
 
     shape: tuple[int, ...]
     dtype: str  #: its name in safetensors files
-    blocks: tuple[StoredBlock, ...]
+    blocks: Sequence[StoredBlock]
 
     @property
     def nbytes(self) -> int:
@@ -57,12 +143,26 @@ class StoredArray:
 
     def check(self, name: str) -> None:
         """Raise CheckpointError unless every element is in exactly one block."""
-        fault = _wrong_with(self.shape, tuple(block.rectangle for block in self.blocks))
+        blocks = self.blocks
+        derived = isinstance(blocks, BlocksInFiles)
+        fault = _wrong_with(
+            self.shape, blocks.pieces.rectangles if derived else tuple(block.rectangle for block in blocks)
+        )
         if fault:
             raise CheckpointError(f"{name}{list(self.shape)}: {fault}")
 
 
 Arrays = Mapping[str, StoredArray]
+
+
+def stored_arrays(section: str, arrays: Mapping[str, tuple[tuple[int, ...], str, Pieces]], files: Files) -> Arrays:
+    """A section of the manifest, from the shape, the dtype and the pieces of each array, and the files of all ranks."""
+    of_section = FilesOfSection(section, files)
+    of_section.arrays += [(pieces, dtype_of(dtype).itemsize) for _, dtype, pieces in arrays.values()]
+    return {
+        name: StoredArray(shape, dtype, BlocksInFiles(of_section, number))
+        for number, (name, (shape, dtype, _)) in enumerate(arrays.items())
+    }
 
 
 @dataclass(frozen=True)
@@ -82,6 +182,16 @@ class Manifest:
 
     def text(self) -> str:
         """The content of the file, which ``parse`` reads."""
+        pieces: dict[int, tuple[int, Pieces]] = {}  # each object once, with its number
+        sections = {}
+        for section, arrays in self.sections.items():
+            listed, files = {}, {}
+            for name, array in arrays.items():
+                blocks = array.blocks
+                assert isinstance(blocks, BlocksInFiles)  # those of version 1 are read only
+                number, _ = pieces.setdefault(id(blocks.pieces), (len(pieces), blocks.pieces))
+                listed[name], files = [array.shape, array.dtype, number], blocks.files.files
+            sections[section] = {"arrays": listed, "files": [[rank, *files[rank]] for rank in sorted(files)]}
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -89,10 +199,8 @@ class Manifest:
             "mesh": self.mesh,
             "facts": dict(self.facts),
             "config": self.config,
-            "sections": {
-                section: {name: _array_as_json(array) for name, array in arrays.items()}
-                for section, arrays in self.sections.items()
-            },
+            "pieces": [[one.bounds.reshape(-1).tolist(), one.ranks.tolist()] for _, one in pieces.values()],
+            "sections": sections,
         }
         return json.dumps(content | {"sha256": _digest(content)}, separators=(",", ":")) + "\n"
 
@@ -107,18 +215,17 @@ class Manifest:
             content = parse_json(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise refuse(f'it does not say "format": "{FORMAT}"')
-        if content.get("version") != VERSION:
-            raise CheckpointError(
-                f"{where} has version {content.get('version')!r}; this program reads version {VERSION}"
-            )
+        if (version := content.get("version")) not in (1, VERSION) or type(version) is not int:
+            raise CheckpointError(f"{where} has version {version!r}; this program reads versions 1 and {VERSION}")
         stored_digest = content.pop("sha256", None)
         if stored_digest != _digest(content):
             raise refuse("its SHA-256 of itself differs")
         try:
+            pieces = [_pieces(*each) for each in content["pieces"]] if version > 1 else None
             manifest = cls(
                 step=_whole_number(content["step"]),
                 sections={
-                    _text(section): {_text(name): _array(array) for name, array in _mapping(arrays).items()}
+                    _text(section): _arrays(section, arrays, pieces)
                     for section, arrays in _mapping(content["sections"]).items()
                 },
                 facts=_mapping(content["facts"]),
@@ -132,14 +239,24 @@ class Manifest:
         for section, arrays in manifest.sections.items():
             for name, array in arrays.items():
                 array.check(f"{where}: {section} {name}")
-                if misplaced := [block.file for block in array.blocks if not block.file.startswith(f"{section}-")]:
-                    raise refuse(f"{section} {name} should not be in {misplaced[0]}")
         return manifest
 
-    def file_sizes(self) -> dict[str, int]:
-        """The least size of each file in bytes, from the places of its blocks."""
-        sizes: dict[str, int] = {}
+    @cached_property
+    def hashes(self) -> dict[str, tuple[int, int, str]]:
+        """Where each file has the hashes of its blocks, how many, and the SHA-256 of all; {} of version 1."""
+        of_files: dict[str, tuple[int, int, str]] = {}
         for arrays in self.sections.values():
+            for blocks in [array.blocks for array in arrays.values()][:1]:
+                if isinstance(blocks, BlocksInFiles):
+                    ends, counts = (numbers.tolist() for numbers in blocks.files.places[-1])
+                    for rank, (_, digest) in blocks.files.files.items():
+                        of_files[file_name(blocks.files.section, rank)] = ends[rank], counts[rank], digest
+        return of_files
+
+    def file_sizes(self) -> dict[str, int]:
+        """The size of each file in bytes, from the places of its blocks."""
+        sizes = {file: end + HASH * count for file, (end, count, _) in self.hashes.items()}
+        for arrays in () if sizes else self.sections.values():
             for array in arrays.values():
                 for block in array.blocks:
                     end = block.offset + block.rectangle.size * dtype_of(array.dtype).itemsize
@@ -147,27 +264,51 @@ class Manifest:
         return sizes
 
 
-def _array_as_json(array: StoredArray) -> dict[str, Any]:
-    blocks = [[x.rectangle.start, x.rectangle.stop, x.file, x.offset, x.sha256] for x in array.blocks]
-    return {"shape": array.shape, "dtype": array.dtype, "blocks": blocks}
-
-
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _array(content: Any) -> StoredArray:
-    shape = _whole_numbers(_mapping(content)["shape"])
-    if prod(shape) >= _LARGEST:
+def _arrays(section: str, content: Any, pieces: Sequence[Pieces] | None) -> Arrays:
+    """The arrays of a section; ``pieces``: of the manifest, None in version 1."""
+    content = _mapping(content)
+    if pieces is None:
+        return {_text(name): _array_of_blocks(array, section) for name, array in content.items()}
+    files = {_whole_number(rank): (_whole_number(first), _match(_HASH, sha)) for rank, first, sha in content["files"]}
+    arrays = {}
+    for name, (shape, dtype, number) in _mapping(content["arrays"]).items():
+        arrays[_text(name)] = _shape(shape, dtype), dtype, (of_array := pieces[_whole_number(number)])
+        if missing := set(of_array.ranks.tolist()) - files.keys():
+            raise ValueError(f"{section} {name} is on rank {min(missing)}, which has no file")
+    if max(files, default=0) > _MOST_RANKS:
+        raise ValueError(f"a file of rank {max(files)}")
+    return stored_arrays(section, arrays, files)
+
+
+def _pieces(bounds: Any, ranks: Any) -> Pieces:
+    starts_and_stops = np.array(_whole_numbers(bounds), np.int64)
+    dims = len(bounds) // (2 * max(1, len(_whole_numbers(ranks))))
+    return Pieces(starts_and_stops.reshape(len(ranks), 2, dims), np.array(ranks, np.int64))
+
+
+def _shape(shape: Any, dtype: Any) -> tuple[int, ...]:
+    if dtype not in DTYPES:
+        raise ValueError(f"a dtype {dtype!r}")
+    shape = _whole_numbers(shape)
+    if len(shape) > _MOST_DIMS or prod(shape) >= _LARGEST:
         raise ValueError(f"an array of shape {shape}")
-    if content["dtype"] not in DTYPES:
-        raise ValueError(f"a dtype {content['dtype']!r}")
+    return shape
+
+
+def _array_of_blocks(content: Any, section: str) -> StoredArray:
+    shape = _shape(_mapping(content)["shape"], content["dtype"])
     blocks = []
     for start, stop, file, offset, sha256 in content["blocks"]:
         rectangle = Rectangle(_whole_numbers(start), _whole_numbers(stop))
         if len(rectangle.start) != len(rectangle.stop):
             raise ValueError(f"a block from {start} to {stop}")
         blocks.append(StoredBlock(rectangle, _match(_FILE, file), _whole_number(offset), _match(_HASH, sha256)))
+    if misplaced := [block.file for block in blocks if not block.file.startswith(f"{section}-")]:
+        raise ValueError(f"a block of {section} in {misplaced[0]}")
     return StoredArray(shape, content["dtype"], tuple(blocks))
 
 
@@ -194,7 +335,7 @@ def _whole_number(content: Any) -> int:
 
 
 def _whole_numbers(content: Any) -> tuple[int, ...]:
-    if not isinstance(content, list) or len(content) > 32:
+    if not isinstance(content, list):
         raise ValueError(f"{content!r:.80} where a list of whole numbers should be")
     for number in content:  # no call for each of thousands of numbers
         if type(number) is not int or not 0 <= number < _LARGEST:

@@ -24,7 +24,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.checkpoints.format.blocks import IN_CACHE, dtype_name, host_array, is_finite
+from spmd_engine.checkpoints.format.blocks import HASH, IN_CACHE, dtype_name, host_array, is_finite
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_header import header
 
@@ -41,15 +41,19 @@ class BlockToWrite(NamedTuple):
     read: Callable[[], Array]
 
 
-class Written(NamedTuple):
-    """The place of a block in its file."""
+class WrittenFile(NamedTuple):
+    """A file of blocks, which follow each other without gaps."""
 
-    dtype: str  #: its name in files
-    offset: int  #: bytes from the file's beginning
-    sha256: str  #: the SHA-256 of its bytes
+    dtypes: list[str]  #: of its blocks: their names in files
+    first: int  #: the byte at which the first block begins
+    hashes: bytes  #: the SHA-256 of the blocks, one after another
 
 
-def write_files(files: Mapping[Path, Sequence[BlockToWrite]], facts: Mapping[str, str]) -> list[list[Written]]:
+#: The name of the last tensor of a file, U8[blocks 32]: the SHA-256 of each block before it.
+HASHES = "sha256"
+
+
+def write_files(files: Mapping[Path, Sequence[BlockToWrite]], facts: Mapping[str, str]) -> list[WrittenFile]:
     """Write new files of blocks one after the other, and flush them to the disk. Block names are unique in a file.
 
     A file takes memory for at most ``AHEAD`` windows until it is written, besides copies of blocks on a device and of
@@ -61,13 +65,9 @@ def write_files(files: Mapping[Path, Sequence[BlockToWrite]], facts: Mapping[str
     try:
         with ThreadPoolExecutor(WRITERS, "writing") as threads:
             try:
-                return [
-                    [
-                        Written(dtype, offset, sha256.result())
-                        for dtype, offset, sha256 in _begin(path, blocks, facts, threads, files_begun)
-                    ]
-                    for path, blocks in files.items()  # the next begins when the windows of this one are free
-                ]
+                # the next begins when the windows of this one are free
+                begun = [_begin(path, blocks, facts, threads, files_begun) for path, blocks in files.items()]
+                return [WrittenFile(dtypes, first, hashes.result()) for dtypes, first, hashes in begun]
             except BaseException as error:  # also Ctrl-C: writes that have not begun are cancelled
                 threads.shutdown(wait=False, cancel_futures=True)
                 for file in files_begun:
@@ -84,23 +84,35 @@ def _begin(
     facts: Mapping[str, str],
     threads: ThreadPoolExecutor,
     opened: list[NewFile],
-) -> list[tuple[str, int, Future[str]]]:
-    """Begin to write a file on threads and add it to ``opened``. Return dtype, offset and future hash of each block."""
+) -> tuple[list[str], int, Future[bytes]]:
+    """Begin to write a file on threads and add it to ``opened``. Return what ``WrittenFile`` says, in the future."""
     dtypes = [dtype_name(block.dtype, block.name) for block in blocks]
     tensors = [(block.name, dtype, block.shape) for block, dtype in zip(blocks, dtypes, strict=True)]
-    head, offsets = header(tensors, facts)
+    head, offsets = header([*tensors, (HASHES, "U8", (len(blocks), HASH))], facts)
     file = NewFile(path, offsets[-1])
     opened.append(file)
     file.put(0, np.frombuffer(head, np.uint8))
-    hashes: list[Future[str]] = []
+    hashes: list[Future[bytes]] = []
     for block, offset in zip(blocks, offsets, strict=False):
         if len(hashes) >= AT_ONCE:
             hashes[-AT_ONCE].result()
         hashes.append(threads.submit(_write, file, offset, block.name, host_array(block.read())))
-    return list(zip(dtypes, offsets[:-1], hashes, strict=True))
+    # Threads take tasks in order: all blocks of the file are written, or being written, when this one begins.
+    return dtypes, offsets[0], threads.submit(_write_hashes, file, offsets[-2], hashes)
 
 
-def _write(file: NewFile, offset: int, name: str, host: np.ndarray) -> str:
+def _write_hashes(file: NewFile, offset: int, hashes: Sequence[Future[bytes]]) -> bytes:
+    """Write the hashes of a file's blocks behind them, and return them."""
+    try:
+        table = b"".join(digest.result() for digest in hashes)
+        file.put(offset, np.frombuffer(table, np.uint8))
+    except BaseException as error:
+        file.fail(error)
+        raise
+    return table
+
+
+def _write(file: NewFile, offset: int, name: str, host: np.ndarray) -> bytes:
     """Write an array to its place in parts, each of which is hashed and checked while it is in the processor's cache.
 
     Returns the SHA-256 of its bytes. Raises CheckpointError for a value that is not finite.
@@ -117,7 +129,7 @@ def _write(file: NewFile, offset: int, name: str, host: np.ndarray) -> str:
     except BaseException as error:
         file.fail(error)
         raise
-    return digest.hexdigest()
+    return digest.digest()
 
 
 # --- A new file of a known size that threads fill in parallel, written past the system's page cache if possible

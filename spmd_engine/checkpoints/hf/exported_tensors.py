@@ -24,7 +24,7 @@ from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.sharding.rectangles import Rectangle
 
 WRITERS = 4  #: threads of a rank, if it has so many cores
-LARGEST_HALF = 65504.0  #: of float16
+LARGEST_HALF = 65504.0  #: the largest float16
 AT_ONCE = 8 << 20  #: bytes; tensors up to this size are assembled in memory
 
 

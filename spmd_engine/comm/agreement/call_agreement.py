@@ -7,7 +7,7 @@ nodes, in log2(n) rounds of messages (``signature.disseminate``).
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from spmd_engine.comm.agreement.signature import NumberedCall, Signature, Signat
 from spmd_engine.comm.connections import Connections
 from spmd_engine.comm.exchange import AGREEMENT, EXPLANATION, exchange, tag
 from spmd_engine.comm.pending import RanksEnded, Steps
+from spmd_engine.comm.rounds import Payload
 from spmd_engine.comm.shared_memory.slot_table import Entries
 from spmd_engine.errors import MismatchError, RankAborted, UsageError
 
@@ -38,6 +39,7 @@ class Agreed(NamedTuple):
     entries: Entries | None = None  #: of this node's ranks in their slot table, if there is one
     signatures: Signatures | None = None  #: of all ranks, if they are on one node
     device: bool = False  #: whether all arrays are on devices
+    payload: Payload | None = None  #: of the reduction that travelled with the agreement, if it did
 
 
 class Agreement:
@@ -54,10 +56,12 @@ class Agreement:
         x: Array | None,
         readable: np.ndarray | None = None,
         result: np.ndarray | None = None,
+        reduction: Callable[[Sequence[Any]], Payload | None] = lambda blocks: None,
     ) -> Steps:
         """Agree with all ranks on call ``number``; returns an Agreed.
 
-        ``x`` travels inline if the signature says so; for ``expected``, ``readable`` and ``result`` see
+        ``reduction``: makes the payload from the arrays of this node's ranks, or of this rank; None: ranks agree
+        without. ``x`` travels inline if the signature says so; for ``expected``, ``readable`` and ``result`` see
         ``SlotTable.exchange``. If the calls do not match, all ranks raise the same error.
         """
         connections, table, entries, ended = self._connections, self._connections.node_table, None, None
@@ -72,7 +76,7 @@ class Agreement:
             else:
                 if table is connections.table:
                     return self._on_one_node(signature, expected, number, x, entries)
-        return (yield from self._between_nodes(signature, number, x, entries, ended))
+        return (yield from self._between_nodes(signature, number, x, entries, ended, reduction))
 
     def _on_one_node(
         self, signature: Signature, expected: Signatures, number: int, x: Array | None, entries: Entries
@@ -89,7 +93,13 @@ class Agreement:
         return Agreed(signatures.same, True, host, most, blocks, root, entries, signatures, signatures.device)
 
     def _between_nodes(
-        self, signature: Signature, number: int, x: Array | None, entries: Entries | None, ended: RanksEnded | None
+        self,
+        signature: Signature,
+        number: int,
+        x: Array | None,
+        entries: Entries | None,
+        ended: RanksEnded | None,
+        reduction: Callable[[Sequence[Any]], Payload | None],
     ) -> Steps:
         """Agree between nodes: in lanes, for nodes that have agreed in their tables; otherwise among all ranks."""
         comm, lanes, tuning = self._connections.comm, self._connections.lanes, self._connections.tuning
@@ -102,8 +112,19 @@ class Agreement:
             row = next((s.packed + d for s, d in zip(local, data, strict=True) if s.shape is not None), b"")
         else:
             row = b"".join(data) if len(set(map(len, data))) == 1 else b""
-        lane, message_tag, limit = lanes.lane if lanes else comm, tag(number, AGREEMENT), tuning.with_agreement
-        words, rows = yield from disseminate(lane, words, row, message_tag, most=limit, copies=broadcasts, ended=ended)
+        alike = len({each.digest for each in local}) == 1 and all(block is not None for block in blocks)
+        payload = reduction(blocks) if signature.inline and alike and ended is None else None
+        row = b"" if payload is not None else row
+        words, rows, complete = yield from disseminate(
+            self._connections.senders,
+            words,
+            row,
+            tag(number, AGREEMENT),
+            most=max(tuning.with_agreement, tuning.repeated_with_agreement),
+            copies=broadcasts,
+            payload=payload,
+            ended=ended,
+        )
         same, alike, sizes_known, host, device, most = common(words)
         if not same or signature.operation == "refuse":
             yield from self._explain(signature, number, x)
@@ -117,7 +138,8 @@ class Agreement:
             rows = None
         shape, dtype = root.array_type
         blocks = [np.frombuffer(row, dtype, prod(shape)).reshape(shape) for row in rows or ()]
-        return Agreed(alike, sizes_known, host, most, blocks, root, entries, device=device)
+        payload = payload if complete else None
+        return Agreed(alike, sizes_known, host, most, blocks, root, entries, device=device, payload=payload)
 
     def _explain(self, signature: Signature, number: int, x: Array | None) -> Steps:
         """Raise the same error on all ranks if their calls differ or a rank cannot make its call: each rank sends its

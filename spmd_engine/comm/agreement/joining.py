@@ -24,10 +24,10 @@ def gather_texts(comm: Communicator, text: str, ranks: Sequence[int] | None = No
 
     def steps() -> Steps:
         short = data[:_SHORT].ljust(_SHORT, b"\0")
-        _, rows = yield from disseminate(part, words, short + len(data).to_bytes(8, "little"), _TAG)
+        _, rows, _ = yield from disseminate(part, words, short + len(data).to_bytes(8, "little"), _TAG)
         lengths = [int.from_bytes(row[_SHORT:], "little") for row in rows]
         if (longest := max(lengths)) > _SHORT:
-            _, rows = yield from disseminate(part, words, data.ljust(longest, b"\0"), _TAG)
+            _, rows, _ = yield from disseminate(part, words, data.ljust(longest, b"\0"), _TAG)
         return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
     if part.size == 1:

@@ -15,12 +15,12 @@ import numpy as np
 from spmd_engine.arrays import dtypes
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.communicators.communicator import Ranks
-from spmd_engine.comm.exchange import Requests
 from spmd_engine.comm.pending import RanksEnded, Steps
+from spmd_engine.comm.rounds import Payload, distances, shift
 
 MAX_DIMS = 16
 #: Indices in ``Signature.words``. Each of the first three is followed by its negative.
-_SAME, _ALIKE, _KNOWN, _HOST, _DEVICE, _MOST, _ENDED = 0, 2, 4, 6, 7, 8, 9
+_SAME, _ALIKE, _KNOWN, _HOST, _DEVICE, _MOST, _ENDED, _LACKS = 0, 2, 4, 6, 7, 8, 9, 10
 _FORMAT = 2  # of marshal: equal values give equal bytes, and ``loads`` ignores bytes after them
 _DIGITS = 15  # most bytes of a marshalled number
 _LENGTH = 8  # bytes that hold the length of a row of ``copies``
@@ -77,7 +77,7 @@ class Signature:
             variable = number_of((self.shape, self.sizes))
         size = 0 if self.shape is None else prod(self.shape) * self.array_type[1].itemsize
         both = (sign * word for word in (agreed, variable, self.known) for sign in (1, -1))
-        return np.array([*both, -self.host, self.host, size, 0], np.int64)
+        return np.array([*both, -self.host, self.host, size, 0, 0], np.int64)
 
     @cached_property
     def array_type(self) -> tuple[tuple[int, ...], np.dtype]:
@@ -182,51 +182,60 @@ def disseminate(
     *,
     most: int = 0,
     copies: bool = False,
+    payload: Payload | None = None,
     ended: RanksEnded | None = None,
 ) -> Steps:
     """The maximum of all ranks' ``words`` (see ``Signature``), and the rows by rank; None unless equally long.
 
-    In round i each rank sends its words and rows to the rank 2^i after it and receives from the rank 2^i before it.
-    (Hensgen, Finkel, Manber: Two algorithms for barrier synchronization, 1988; Bruck et al.: Efficient algorithms for
-    all-to-all communications, 1997.) It uses messages instead of the library's Iallreduce: such a request cannot be
-    abandoned when a rank never arrives, and would not give the others the reason.
+    In each round a rank sends its words and rows to the rank at some distance after it, and receives from the rank as
+    far before it: see ``rounds``. (Hensgen, Finkel, Manber: Two algorithms for barrier synchronization, 1988.) It uses
+    messages instead of the library's Iallreduce: such a request cannot be abandoned when a rank never arrives, and
+    would not give the others the reason.
 
-    ``most``: bytes of the rows of all ranks, if other ranks may have longer ones. With ``copies`` at most one rank has
-    a row, and all receive it. ``ended``: ranks have ended that this rank waited for, so it cannot take part; it
-    notifies the ranks that wait for it, and all raise the same RanksEnded.
+    ``most``: bytes of a message, besides the words, that other ranks may send. With ``copies`` at most one rank has a
+    row, and all receive it. ``payload``: travels instead of the rows; complete if the third result is True, which needs
+    those of all ranks. ``ended``: ranks have ended that this rank waited for, so it cannot take part; it notifies the
+    ranks that wait for it, and all raise the same RanksEnded.
     """
-    words, rows, n = words.copy(), [row], ranks.size
+    words, rows, n = words.copy(), {0: row}, ranks.size  # rows by the distance to the rank before this one
+    words[_LACKS] = payload is None
     capacity = words.nbytes + max(most, _LEAST, 0 if copies else n * len(row))
-    for distance in (1 << i for i in range((n - 1).bit_length())):
+    for index, distance in enumerate(distances(n)):
         if ended is not None:
             words[_ENDED] = 1 + max(ended.ranks)
-        count = min(distance, n - distance)
-        rows_sent = len(row).to_bytes(_LENGTH, "little") + row if copies else b"".join(rows[:count])
-        message = np.frombuffer(words.tobytes() + rows_sent, np.uint8)
-        incoming = np.empty(capacity, np.uint8)
-        to, source = (ranks.rank + distance) % n, (ranks.rank - distance) % n
-        requests = Requests(ranks)
-        if ended is None:
-            requests.add(source, ranks.start_receive(incoming, source, tag))
-        requests.add(to, ranks.start_send(message, to, tag))
+        offsets = range(0, n - distance, 2 * distance)  # of the rows that go on
+        if payload is not None and not words[_LACKS]:
+            data = payload.outgoing(index).tobytes()
+        elif copies:
+            data = len(row).to_bytes(_LENGTH, "little") + row
+        else:
+            data = b"".join([rows.get(offset, b"") for offset in offsets]) if row else b""
+        message, incoming = np.frombuffer(words.tobytes() + data, np.uint8), np.empty(capacity, np.uint8)
         try:
-            yield requests
+            yield shift(ranks, message, incoming if ended is None else incoming[:0], distance, tag)
         except RanksEnded as error:
             ended = error
         if ended is not None:
             continue
-        their_words = incoming[: words.nbytes].view(np.int64)
-        if copies:
-            length = int.from_bytes(incoming[words.nbytes : words.nbytes + _LENGTH].tobytes(), "little")
-            row = incoming[words.nbytes + _LENGTH :][:length].tobytes() if not row and length < capacity else row
-        elif row and (words[:_KNOWN] == their_words[:_KNOWN]).all():
-            data, size = incoming[words.nbytes :].tobytes(), len(row)
-            rows += [data[i * size : (i + 1) * size] for i in range(count)]
+        their_words, data = incoming[: words.nbytes].view(np.int64), incoming[words.nbytes :]
+        alike = bool((words[:_KNOWN] == their_words[:_KNOWN]).all())
+        words[_LACKS] |= not alike
         np.maximum(words, their_words, out=words)
+        if payload is not None and not words[_LACKS]:
+            room = payload.room(index)
+            room.view(np.uint8)[...] = data[: room.nbytes]
+            payload.take(index, room)
+        elif copies:
+            length = int.from_bytes(data[:_LENGTH].tobytes(), "little")
+            row = data[_LENGTH:][:length].tobytes() if not row and length < capacity else row
+        elif row and alike:
+            size = len(row)
+            rows |= {offset + distance: data[i * size :][:size].tobytes() for i, offset in enumerate(offsets)}
     if ended is not None:
         raise ended
     if words[_ENDED]:
         raise RanksEnded([int(words[_ENDED]) - 1])
     if copies:
-        return words, [row]
-    return words, [rows[(ranks.rank - r) % n] for r in range(n)] if row and len(rows) == n else None
+        return words, [row], False
+    all_rows = [rows[(ranks.rank - r) % n] for r in range(n)] if row and len(rows) == n else None
+    return words, all_rows, not words[_LACKS]

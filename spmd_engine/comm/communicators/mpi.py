@@ -104,20 +104,13 @@ class MPICommunicator(Communicator):
             atexit.register(thread.stop)
 
     def _connect(self, node: Node | None, oversubscribed: bool, table: SlotTable | None) -> None:
-        """Connect the ranks by the ``table`` of this rank's node, and by MPI's collectives between nodes. Calls so far
-        were made by messages."""
+        """Connect the ranks by the ``table`` of this rank's node. Calls so far were made by messages."""
         self._node, neighbours = node, node.neighbours if node is not None else None
         self.spin_tests, self._yields = (0, _OVERSUBSCRIBED) if oversubscribed else (_SPIN_TESTS, _YIELDS)
-        self.connections = connections = Connections(self, neighbours, table)
-        if connections.table is not None:
-            return
-        comm = self._comm
-        if self._world is self:
-            self._duplicate = comm = comm.Dup()  # other libraries may use the world's communicator
-            self.side_messages = SideMessages(comm)
-        connections.library = comm
-        if connections.lanes is not None:
-            connections.lane_library = self._create_mpi(connections.lanes.lane.members)
+        self.connections = Connections(self, neighbours, table)
+        if self.connections.table is None and self._world is self:
+            self._duplicate = self._comm.Dup()  # other libraries may use the world's communicator
+            self.side_messages = SideMessages(self._duplicate)
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
         return [self._comm.Isend([piece, MPI.BYTE], to, tag) for piece in _pieces(data)]
@@ -185,7 +178,7 @@ class MPICommunicator(Communicator):
         if is_first and nodes is not None and neighbours is not None:
             offset = room_for_table(neighbours, len(node_indices))
         row, words = _MEMBER.pack(keeps, -1 if offset is None else offset), Signature("barrier").words
-        _, rows = yield from disseminate(MessagePart(self, ranks), words, row, _CREATION)
+        _, rows, _ = yield from disseminate(MessagePart(self, ranks), words, row, _CREATION)
         keeps_by_rank, offsets = zip(*map(_MEMBER.unpack, rows), strict=True)
         fits = not all(keeps_by_rank) and nodes is not None and all(offsets[node[0]] >= 0 for node in nodes)
         if neighbours is not None and offset is not None and not fits:
@@ -204,18 +197,15 @@ class MPICommunicator(Communicator):
         """Release all resources of this communicator."""
         super().free()
         if not MPI.Is_finalized():
-            for comm in (self._comm, self.connections.lane_library):
-                if comm is not None:
-                    comm.Free()
+            self._comm.Free()
 
     def part(self) -> None:
         """End the use of a merged world, after all of its ranks have ended their calls. Collective."""
         for comm in self._kept.values():
             comm.close()
         self.progress.activity.close(self.line)
-        for comm in (self.connections.lane_library, self._duplicate):
-            if comm is not None:
-                comm.Free()
+        if self._duplicate is not None:
+            self._duplicate.Free()
         self._comm.Disconnect()
 
     def announce_end(self) -> None:

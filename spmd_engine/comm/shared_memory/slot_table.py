@@ -192,7 +192,7 @@ class SlotTable:
         slot = number % SLOTS
         self._write_signature(slot, signature)
         if signature.inline:
-            self._inline_view(slot, self.rank, signature)[...] = data
+            self._inline_view(slot, self.rank, signature).reshape(-1)[...] = data.reshape(-1)
         for words, entry_address in (self._data_at[slot], address), (self._results_at[slot], result):
             words[0][self.rank], words[1][self.rank] = entry_address or (UNREADABLE, 0)
 
@@ -262,6 +262,11 @@ class SlotTable:
         signatures.inline[slot] = views
         return views
 
+    def offer_result(self, number: int, result: np.ndarray) -> None:
+        """Let the others read ``result``, from this rank's next phase on."""
+        words = self._results_at[number % SLOTS]
+        words[0][self.rank], words[1][self.rank] = self.address(result) or (UNREADABLE, 0)
+
     def results(self, number: int, shape: Sequence[int], dtype: np.dtype) -> list[Any]:
         """The result buffers of all ranks, of this shape (Block; None: unreadable)."""
         words = self._results_at[number % SLOTS]
@@ -289,6 +294,10 @@ class SlotTable:
         if signature.inline > SMALL:
             return np.ndarray(shape, dtype, self._staging[slot % STAGING][rank])
         return np.ndarray(shape, dtype, self._entries[slot][rank], _signature_size(self.size))
+
+    def is_shared(self, x: np.ndarray) -> bool:
+        """Whether contiguous ``x`` is in memory that the node's ranks share."""
+        return self.neighbours.offset(x) is not None
 
     def address(self, x: np.ndarray, sliced: bool = False) -> Address | None:
         """The address at which other ranks can read contiguous ``x``: in this rank's arena, or in its ordinary memory.

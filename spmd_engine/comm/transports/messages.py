@@ -22,13 +22,10 @@ class Messages(Transport):
         super().__init__(call)
         self._ranks, self._tag = call.ranks, tag(call.number, DATA)
 
-    def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+    def all_gather(self, x: Array, parts: Parts) -> Steps:
         block = x[parts[self.rank]]
         yield from exchange(self._ranks, [block] * self.size, [x[part] for part in parts], self._tag)
 
-    def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
+    def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts) -> Steps:
         outgoing, incoming = [x[part] for part in parts], [out[part] for part in out_parts]
         yield from exchange(self._ranks, outgoing, incoming, self._tag)
-
-    def _elements_a_round(self, itemsize: int) -> int:
-        return max(1, self.tuning.piece // itemsize)  # messages have no largest count, as they are sent in pieces

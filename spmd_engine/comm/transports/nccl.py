@@ -37,13 +37,13 @@ class NcclTransport(Transport):
     def __init__(self, call: AgreedCall) -> None:
         super().__init__(call)
         assert call.connections.nccl is not None
-        self._ranks, self._in_rank_order = call.connections.nccl, call.in_rank_order
+        self._ranks, self._in_rank_order = call.connections.nccl, call.facts.in_rank_order
 
     def queue(self, work: QueuedCall, move: Callable[[], Steps], ready: Any = None) -> Steps:
         """See ``NcclRanks``."""
         return self._ranks.queue(work, move, ready)
 
-    def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+    def all_gather(self, x: Array, parts: Parts) -> Steps:
         mine = x[parts[self.rank]]
         with self._group() as (comm, dtype, stream):
             if _are_even(parts):
@@ -53,7 +53,7 @@ class NcclTransport(Transport):
                     comm.broadcast(block.data.ptr, block.data.ptr, block.nbytes, dtype("UINT8"), root, stream)
         yield from ()
 
-    def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
+    def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts) -> Steps:
         with self._group() as (comm, dtype, stream):
             for step in range(1, self.size):
                 to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
@@ -79,10 +79,10 @@ class NcclTransport(Transport):
                 comm.allReduce(x.data.ptr, out.data.ptr, x.size * _FLOATS.get(x.dtype.kind, 1), *how)
             self._divide(out, reduction)
 
-    def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
+    def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str) -> Steps:
         kind = self._kind(x, reduction)
         if kind is None:
-            yield from super().reduce_scatter(x, parts, out, reduction, last=last)
+            yield from super().reduce_scatter(x, parts, out, reduction)
             return
         floats = _FLOATS.get(x.dtype.kind, 1)
         with self._group() as (comm, constant, stream):

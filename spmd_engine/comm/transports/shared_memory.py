@@ -42,36 +42,37 @@ class SharedMemory(Transport):
         self.table, self.number = call.connections.node_table, call.number
         self.blocks, self._exposed = call.entries.blocks, call.entries.exposed
 
-    def all_gather(self, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
+    def all_gather(self, x: np.ndarray, parts: Parts) -> Steps:
         """See ``Transport``. ``x`` is the readable result buffer of every rank."""
-        results = self.table.results(self.number, x.shape, x.dtype)
         yield from self.table.reach(self.number, REDUCED)
+        results = self.table.results(self.number, x.shape, x.dtype)
         for r, part in enumerate(parts):
             if r != self.rank and part.stop > part.start:
                 fill(x[part], results[r][part])
 
-    def reduce_scatter(
-        self, x: np.ndarray, parts: Parts, out: np.ndarray, reduction: str, *, last: bool = True
-    ) -> Steps:
+    def reduce_scatter(self, x: np.ndarray, parts: Parts, out: np.ndarray, reduction: str) -> Steps:
         mine = parts[self.rank]
         reduce_in_pieces([out], [flat(block)[mine] for block in self.blocks], reducer(reduction, x.dtype, np))
         yield from ()
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, reduction: str) -> Steps:
         """Each rank reduces a part of ``x`` and writes it to all results if they are in shared memory; otherwise the
-        other ranks read the part."""
+        other ranks read the part. ``out`` may be elsewhere than this rank's result, and gets a copy of the parts."""
         results = self.table.results(self.number, out.shape, out.dtype)
         parts = [_split_at_cache_lines(out, self.size, r) for r in range(self.size)]
         mine, shared = parts[self.rank], min(self.table.result_arenas(self.number)) >= 0
+        own = results[self.rank]  # ``out``, or what others write and read instead
+        copies = isinstance(own, np.ndarray) and address_of(own) != address_of(out)
         written = [out, *(result for r, result in enumerate(results) if r != self.rank)] if shared else [out]
-        blocks = [flat(block)[mine] for block in self.blocks]
+        written += [own] if copies and not shared else []
+        blocks = [(x if r == self.rank else flat(block))[mine] for r, block in enumerate(self.blocks)]
         reduce_in_pieces([result[mine] for result in written], blocks, reducer(reduction, x.dtype, np))
         yield from self.table.reach(self.number, REDUCED)
         if shared:
             self._exposed = False  # all ranks have finished reading and writing
-            return
+            results = [own] * self.size
         for r, part in enumerate(parts):
-            if r != self.rank:
+            if r != self.rank and (copies or not shared):
                 fill(out[part], results[r][part])
 
     def end(self) -> Steps:
@@ -94,19 +95,27 @@ def readable(table: SlotTable, x: np.ndarray, tuning: Tuning, sliced: bool) -> n
     return copy
 
 
+def readable_result(table: SlotTable, like: np.ndarray, out: np.ndarray | None) -> np.ndarray | None:
+    """``out`` or a result buffer like ``like``, readable by the other ranks; None if there is no room."""
+    if out is not None and table.address(out):
+        return out
+    result = table.neighbours.own.empty(like.shape, like.dtype)
+    return np.empty_like(like) if result is None and table.neighbours.cross_memory else result
+
+
 def readable_with_result(
-    table: SlotTable, x: np.ndarray, out: np.ndarray | None
+    table: SlotTable, x: np.ndarray, out: np.ndarray | None, copies: bool
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
     """Data and result buffer of an all_reduce of ``x``, both readable by the other ranks; None if there is no room.
 
-    ``out``, if given, is ``x`` itself or does not overlap it.
+    ``out``, if given, is ``x`` itself or does not overlap it. ``copies``: if ``x`` is not in shared memory, its parts
+    for the others are copied there, where also the result can be.
     """
-    if out is not None and table.address(out):
-        result = out
-    else:
-        result = table.neighbours.own.empty(x.shape, x.dtype)
-        if result is None and table.neighbours.cross_memory:
-            result = np.empty_like(x)
+    if copies and not table.is_shared(x) and (copy := table.neighbours.own.empty(x.shape, x.dtype)) is not None:
+        for part in [_split_at_cache_lines(x, table.size, r) for r in range(table.size) if r != table.rank]:
+            copy.reshape(-1)[part] = x.reshape(-1)[part]
+        return copy, out if out is not None and table.is_shared(out) else copy
+    result = readable_result(table, x, out)
     if result is None:
         return None, None
     if not table.address(x):

@@ -20,6 +20,7 @@ from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.shared_memory.slot_table import Entries
 
 Parts = Sequence[slice]  #: of a flat array, by rank
+REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 class Facts(NamedTuple):
@@ -29,12 +30,12 @@ class Facts(NamedTuple):
     ranks: int
     one_node: bool = False  #: whether all ranks are on one node and share memory
     even_nodes: bool = False  #: whether there are several nodes with equally many ranks, which share memory
-    library: bool = False  #: whether there is an MPI library
     lengths_known: bool = True  #: whether all ranks knew the lengths of all arrays before the call
     inline: bool = False  #: whether the data of all ranks travelled with the agreement
     readable: bool = False  #: whether the ranks of a node can read one another's data
     host: bool = True  #: whether all data are in host memory
     nccl: bool = False  #: whether all data are on devices that NCCL connects
+    in_rank_order: bool = False  #: whether all sums must have rank order
     tuning: Tuning = Tuning()
 
 
@@ -45,11 +46,9 @@ class AgreedCall(NamedTuple):
     number: int
     facts: Facts
     ranks: Ranks
-    library: Any  #: the MPI library's communicator of ``ranks``; None: there is none
     connections: Connections  #: of all ranks of the group
     transports: Sequence[type[Transport]]  #: all of them
     entries: Entries | None  #: of this node's ranks in their slot table, if there is one
-    in_rank_order: bool  #: whether all sums must have rank order
 
     def transport(self) -> Transport:
         """The first of the transports that suits the call."""
@@ -66,8 +65,8 @@ class Transport(ABC):
     """Moves the data of an agreed call among ``size`` ranks; this rank is ``rank``.
 
     Arrays are flat and contiguous, and their parts are slices by rank. The methods that move data are generators (see
-    ``pending``). ``last``: whether this is the last transfer of the call. A transport implements all_gather, and
-    all_to_all or reduce_scatter, and may override the other methods; ``suits`` refuses calls of a method that it lacks.
+    ``pending``). A transport implements all_gather, and all_to_all or reduce_scatter, and may override the other
+    methods; ``suits`` refuses calls of a method that it lacks.
     """
 
     name: str  #: as ``show collective`` prints it
@@ -87,7 +86,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+    def all_gather(self, x: Array, parts: Parts) -> Steps:
         """Fill each other rank's part of ``x`` from that rank's ``x``."""
 
     def all_reduce(self, x: Array, out: Array, reduction: str) -> Steps:
@@ -95,11 +94,15 @@ class Transport(ABC):
 
         A reduce_scatter, then an all_gather of the same parts; results are bit-identical on all ranks.
         """
-        parts = [span(x.size, self.size, r) for r in range(self.size)]
-        yield from self.reduce_scatter(x, parts, out[parts[self.rank]], reduction, last=False)
+        parts = self.split(x.size)
+        yield from self.reduce_scatter(x, parts, out[parts[self.rank]], reduction)
         yield from self.all_gather(out, parts)
 
-    def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
+    def split(self, length: int) -> list[slice]:
+        """The parts of an array in an all_reduce, by rank."""
+        return [span(length, self.size, r) for r in range(self.size)]
+
+    def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts) -> Steps:
         """Send part r of ``x`` to each other rank r, and fill part r of ``out`` with the part that rank r sends.
 
         It does not read this rank's part of ``x``, nor write this rank's part of ``out``.
@@ -108,30 +111,31 @@ class Transport(ABC):
 
     def broadcast(self, x: Array, root: int) -> Steps:
         """Fill ``x`` from ``root``: scatter parts, then gather them, so that no rank sends n copies of ``x``."""
-        parts = [span(x.size, self.size, r) for r in range(self.size)]
+        scatters = self.size > 2  # otherwise the other rank gets all at once
+        parts = self.split(x.size) if scatters else [slice(0, x.size)] * 2
         empty = [slice(0, 0)] * self.size
         incoming = list(empty)
         if self.rank != root:
             incoming[root] = parts[self.rank]
         outgoing = parts if self.rank == root else empty
-        yield from self.all_to_all(x, outgoing, x, incoming, last=False)
-        yield from self.all_gather(x, parts)
+        yield from self.all_to_all(x, outgoing, x, incoming)
+        if scatters:
+            yield from self.all_gather(x, parts)
 
-    def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
+    def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str) -> Steps:
         """``out`` = the reduction over ranks of part ``rank`` of ``x``, in an order fixed by the transport.
 
         ``out`` may be this rank's part of ``x``, or have the dtype in which ``x`` is accumulated. This implementation
         is in rank order, in rounds of bounded memory.
         """
-        step = self._elements_a_round(x.itemsize)
+        step = max(1, self.tuning.piece // x.itemsize)
         space = backend_of(out).empty((self.size * min(step, out.size),), x.dtype)
         rounds = max(1, -(-max(part.stop - part.start for part in parts) // step))
         for i in range(rounds):
             target = out[i * step : (i + 1) * step]
             pieces = [slice(min(p.start + i * step, p.stop), min(p.start + (i + 1) * step, p.stop)) for p in parts]
             places = spans([target.size] * self.size)
-            end = last and i == rounds - 1
-            yield from self.all_to_all(x, pieces, space, places, last=end)
+            yield from self.all_to_all(x, pieces, space, places)
             if target.size:
                 blocks = [space[place] for place in places]
                 blocks[self.rank] = x[pieces[self.rank]]
@@ -140,6 +144,3 @@ class Transport(ABC):
     def end(self) -> Steps:
         """The last method of a call: continues when no other rank needs this rank's memory."""
         yield from ()
-
-    def _elements_a_round(self, itemsize: int) -> int:
-        return max(1, min(self.tuning.piece, self.tuning.largest_count // self.size) // itemsize)

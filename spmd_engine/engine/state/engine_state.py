@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.axes import MeshPosition, uneven_axes
-from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.helpers import Assigned, HelpedNeighbours, PartedPasses, parse_assign
@@ -28,8 +28,8 @@ from spmd_engine.engine.zero.parameter_store import (
     ParameterStore,
     Placements,
     StoredEngine,
-    describe_parts,
-    read_placements,
+    parts_of,
+    placements_of,
 )
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.unsharder import Unsharder
@@ -37,7 +37,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.placement import Placement
+from spmd_engine.sharding.placement import Placement, exchange_placements
 from spmd_engine.sharding.routes import Blocks
 from spmd_engine.sharding.shards import Shards
 from spmd_engine.sharding.transfer import PIECE, plan_transfer
@@ -264,7 +264,7 @@ class StateReshard:
         self._old_placements = {}
         if holds and self.group.comm is engine.group().comm:
             self._old_placements = engine.store.placements
-        self._old_parts = None if self._old_placements else describe_parts(engine if holds else None)
+        self._old_parts = {} if self._old_placements else parts_of(engine if holds else None, "old ")
         self._arrays = {**engine.parameters, **engine.buffers} if holds else {}
         self._state, self._optimizer_state = {}, {}
         if optimizer is not None:
@@ -294,10 +294,9 @@ class StateReshard:
             self._fill(old, new, targets)
 
     def _exchange_placements(self, engine: StoredEngine | None) -> tuple[Placements, Placements]:
-        """The old and new placements, by ranks of the old group. One all_gather: each waits for the slowest."""
-        ranks = gather_json(self.group, {"old": self._old_parts, "new": describe_parts(engine)}, "placement")
-        old = self._old_placements or read_placements([parts["old"] for parts in ranks])
-        return old, read_placements([parts["new"] for parts in ranks])
+        """The old and new placements, by ranks of the old group, exchanged together: each waits for the slowest."""
+        exchanged = exchange_placements(self.group, {**self._old_parts, **parts_of(engine, "new ")})
+        return self._old_placements or placements_of(exchanged, "old "), placements_of(exchanged, "new ")
 
     def _find_old_ranks(self, after: Group | None) -> list[int]:
         """The rank in the old group of each rank of the group ``after``, which is None on ranks that are not in it.

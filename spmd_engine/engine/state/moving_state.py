@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
-from spmd_engine.sharding.placement import Placement, describe_held, placement_of_all
+from spmd_engine.sharding.placement import Held, Placement, exchange_placements
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.transfer import plan_transfer
 
@@ -45,15 +45,15 @@ def unpack(
     """Move states after their engine, by what each rank has ``packed`` of them: None and no parts where the engine was
     not placed. Collective over the ranks of both meshes."""
     for state, (facts, parts) in zip(states, packed, strict=True):
-        ranks = gather_json(group, {"facts": facts, "parts": _described(parts)}, "placement")
-        source = placement_of_all([rank["parts"] for rank in ranks])
-        new = state.unpack(engine, [rank["facts"] for rank in ranks if rank["facts"] is not None], source)
+        all_facts = gather_json(group, facts, "placement")
+        source = exchange_placements(group, {"": _held(parts)})[""]
+        new = state.unpack(engine, [known for known in all_facts if known is not None], source)
         if source:
-            target = placement_of_all(gather_json(group, _described(new), "placement"))
+            target = exchange_placements(group, {"": _held(new)})[""]
             plan = plan_transfer(source, target, nodes=list(group.comm.hosts))
             blocks, out = ({name: [array] for name, (_, array) in one.items()} for one in (parts, new))
             plan.execute(group, blocks, out=out, like=backend, label="reshard")
 
 
-def _described(parts: Parts) -> dict[str, Any]:
-    return describe_held({name: (array.dtype, rectangle) for name, (rectangle, array) in parts.items()})
+def _held(parts: Parts) -> Held:
+    return {name: (array.dtype, rectangle) for name, (rectangle, array) in parts.items()}

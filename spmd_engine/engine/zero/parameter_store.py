@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.meta.array import has_shapes_only
-from spmd_engine.comm.agreement.rank_zero import gather_json, on_all_ranks
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.shared_memory.arena import memory_here
@@ -22,11 +22,12 @@ from spmd_engine.engine.uneven_stages import sum_over_stages
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter, UsageError, one_of
+from spmd_engine.layers.contract import check_argument
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.placement import Placement, describe_held, placement_of_all
+from spmd_engine.sharding.placement import Held, Placement, exchange_placements
 from spmd_engine.units import readable_bytes
 
 
@@ -316,7 +317,7 @@ class StoredEngine(ShardedEngine):
     def placement(self, owned: bool = False) -> Placement:
         """As ``ShardedEngine.placement``, but exchanged once: a store does not change."""
         if not self.store.placements:
-            self.store.placements |= read_placements(gather_json(self.group(), describe_parts(self), "placement"))
+            self.store.placements |= placements_of(exchange_placements(self.group(), parts_of(self)))
         return self.store.placements[owned]
 
     @property
@@ -383,26 +384,25 @@ class StoredEngine(ShardedEngine):
         return index
 
 
-def describe_parts(engine: StoredEngine | None) -> dict[str, Any]:
-    """The parts of all arrays that a rank stores and owns, as JSON; no parts for None."""
+def parts_of(engine: StoredEngine | None, when: str = "") -> dict[str, Held]:
+    """The parts of all arrays that a rank stores and owns, ``when`` it does, for ``exchange_placements``; no parts for
+    None."""
     stored = engine._held_here(False) if engine else {}
     owned = stored
     if engine and (engine.buffer_names or not engine.store.owns_what_it_stores):
         owned = engine._held_here(True)
-    return {"stored": describe_held(stored), "owned": describe_held(owned) if owned != stored else None}
+    return {f"{when}stored": stored, f"{when}owned": owned}
 
 
-def read_placements(ranks: Sequence[Mapping[str, Any]]) -> Placements:
-    """Placements from ``describe_parts`` of all ranks. If all own just what they store, both are one object."""
-    stored = placement_of_all([parts["stored"] for parts in ranks])
-    if all(parts["owned"] is None for parts in ranks):
-        return {False: stored, True: stored}
-    owned = placement_of_all([parts["stored"] if parts["owned"] is None else parts["owned"] for parts in ranks])
-    return {False: stored, True: owned}
+def placements_of(exchanged: Mapping[str, Placement], when: str = "") -> Placements:
+    """The placements that ``exchange_placements`` returns for ``parts_of``. If all own just what they store, both are
+    one object."""
+    return {False: exchanged[f"{when}stored"], True: exchanged[f"{when}owned"]}
 
 
 def check_shapes(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise UsageError unless ``params``, of a checkpoint, have all of these arrays, in these shapes."""
+    check_argument("load_checkpoint: params", params, Mapping, "a mapping from names to whole arrays")
     for name, shape in shapes.items():
         if name not in params:
             raise UsageError(f"the checkpoint has no {name!r}; {one_of(name, sorted(params))}")

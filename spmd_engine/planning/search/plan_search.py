@@ -218,11 +218,12 @@ class PlanSearch:
                 return self._choose(space, searched, fitting, budget), Conflict
             tightened = _tighten(tightened, self.limits, list(self.plans.values()))
         closest = search(self.model, space, Limits(), "memory", budget.part(most=MOST_CLOSEST), front=False).best
+        closest = [*searched.near, *closest]
         if fitting := self._simulate(closest, budget.part(CLOSEST_SHARE)):  # although their estimates break the limits
             return self._choose(space, replace(searched, best=[]), fitting, budget), Conflict
         self.model.check_layers()
         plans = list(self.plans.values())
-        nearest = min(plans, key=lambda plan: objective("memory", plan), default=None)
+        nearest = min(plans, key=lambda plan: (self.limits.excess(plan), objective("memory", plan)), default=None)
         if nearest is not None:
             nearest = self.simulated(nearest.closed or nearest)
         result = PlanResult(

@@ -143,6 +143,7 @@ class SearchResult:
     excluded: int = 0  #: candidates whose bounds break a limit
     estimated: int = 1
     complete: bool = True  #: whether it ended before its budget was spent
+    near: Sequence[Estimate] = ()  #: if none is found: the estimated one that exceeds the limits least
 
     @property
     def gap(self) -> float:
@@ -232,7 +233,9 @@ def search(
     points = [plan for plan in estimates.values() if plan is not None and not limits.broken(plan)]
     if front and best:
         points += _extend_front(model, entries, points, limits, soon.part(most=FRONT_ESTIMATES))
-    return SearchResult(best, pareto(points), reached, bound, total, excluded, count, complete)
+    known = [plan for plan in estimates.values() if plan is not None]
+    near = [] if best else sorted(known, key=limits.excess)[:1]
+    return SearchResult(best, pareto(points), reached, bound, total, excluded, count, complete, near)
 
 
 def _bound(

@@ -4,13 +4,16 @@ All groups of the same axes communicate at the same time and share the links of 
 whole array and n ranks:
 
     ring           reduce_scatter, all_gather   (n-1) latency + S (n-1)/n / bandwidth;   all_reduce twice that
+    rounds         the same, of hosts           log2(n) latency + S (n-1)/n / bandwidth;   all_reduce, broadcast twice
+    whole          all_reduce, broadcast        log2(n) (latency + S / bandwidth)
     tree           all_reduce                   2 log2(n) (latency + S / bandwidth)
     two trees      all_reduce between nodes     2 log2(n) latency + 2 S / bandwidth   (Sanders et al., 2009)
     hierarchical   inside nodes, then between the nodes by as many lanes as ranks a node, then inside again
     all_to_all     n-1 messages of S/n^2 bytes to as many ranks
     by copy        each rank copies what it reads, and adds what it reduces, with its own core
 
-The library is assumed to choose the fastest. Bandwidths between nodes follow from the network's graph.
+Hosts exchange messages in rounds, or of whole small arrays, as ``comm.rounds`` says; between devices the library has
+the other algorithms. The fastest is taken. Bandwidths between nodes follow from the network's graph.
 """
 
 from __future__ import annotations
@@ -263,21 +266,26 @@ class CollectiveTimes:
 def _list_times(operation: str, links: GroupLinks, size: float) -> list[tuple[float, float]]:
     """Seconds of (latency, moving bytes) of each algorithm."""
     n, rounds, nodes = links.size, ROUNDS[operation], links.nodes
-    inside, latency = links.inside_bandwidth, links.latency
+    inside, latency, depth = links.inside_bandwidth, links.latency, ceil(log2(links.size))
     across = inside if len(nodes) == 1 else min(inside, links.between_nodes(1))
-    times = [(rounds * (n - 1) * latency, rounds * size * (n - 1) / n / across)]
-    if operation == "all_reduce":
-        depth = ceil(log2(n))
+    in_rounds = len(nodes) > 1 and not links.node.has_devices
+    if in_rounds and operation == "broadcast":
+        rounds = 2
+    steps = {count: ceil(log2(count)) if in_rounds else count - 1 for count in (n, len(nodes))}
+    times = [(rounds * steps[n] * latency, rounds * size * (n - 1) / n / across)]
+    if in_rounds and rounds == 2:
+        times.append((depth * latency, depth * size / across))
+    elif operation == "all_reduce":
         times.append((2 * depth * latency, 2 * depth * size / across))
         if len(nodes) > 1:
             times.append((2 * depth * latency, 2 * size / across))
     most = max(nodes.values())
     if len(nodes) > 1 and 1 < most == min(nodes.values()):
-        begin = rounds * ((most - 1) * links.inside.latency + (len(nodes) - 1) * latency)
+        begin = rounds * ((most - 1) * links.inside.latency + steps[len(nodes)] * latency)
         lanes = links.between_nodes(most)
         move = rounds * size * ((most - 1) / most / inside + (len(nodes) - 1) / len(nodes) / lanes)
         times.append((begin, move))
-        if operation == "all_reduce":
+        if operation == "all_reduce" and not in_rounds:
             begin = 2 * ((most - 1) * links.inside.latency + ceil(log2(len(nodes))) * latency)
             times.append((begin, 2 * size * ((most - 1) / most / inside + 1 / lanes)))
     return times

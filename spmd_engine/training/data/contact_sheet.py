@@ -114,7 +114,8 @@ def as_lines(facts: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{facts['path']}: images of {height} x {width} x {channels}, {facts['dtype']}, {facts['files']:,} file(s)"
     ]
-    for each in facts["classes"]:
-        name = f" ({each['name']})" if each["name"] else ""
-        lines.append(f"class {each['class']}{name}: {each['images']:,} images, {each['held_out']:,} more held out")
+    for of_class in facts["classes"]:
+        name = f" ({of_class['name']})" if of_class["name"] else ""
+        count, held_out = of_class["images"], of_class["held_out"]
+        lines.append(f"class {of_class['class']}{name}: {count:,} images, {held_out:,} more held out")
     return lines + list(facts["notes"])

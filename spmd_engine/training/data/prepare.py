@@ -138,7 +138,7 @@ def prepare_with_summary(
 
 def _merged(group: Group, summaries: Mapping[str, FileSummary]) -> list[FileSummary]:
     """The summaries of all ranks, one a file."""
-    lines = "".join(json.dumps(asdict(each)) + "\n" for each in summaries.values())
+    lines = "".join(json.dumps(asdict(summary)) + "\n" for summary in summaries.values())
     gathered = group.all_gather(np.frombuffer(lines.encode(), np.uint8), label="prepare").tobytes()
     merged: dict[str, FileSummary] = {}
     for line in gathered.splitlines():
@@ -149,8 +149,8 @@ def _merged(group: Group, summaries: Mapping[str, FileSummary]) -> list[FileSumm
 
 def _why(summary: Sequence[FileSummary]) -> str:
     total = FileSummary("")
-    for each in summary:
-        total.merge(each)
+    for of_file in summary:
+        total.merge(of_file)
     reasons = "; ".join(remarks(total.left_out, {}))
     return f" ({reasons})" if reasons else ""
 

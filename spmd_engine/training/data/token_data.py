@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 
 import numpy as np
@@ -90,10 +91,11 @@ class PreparedData(SampledData):
     def held_out_numbers(self, samples: int | None) -> np.ndarray:
         return self.held_out_rows.start + spread(len(self.held_out_rows), samples)
 
+    def _row_numbers(self, numbers: np.ndarray, held_out: bool) -> np.ndarray:
+        return numbers if held_out else in_epochs(self.seed, len(self.train_rows), numbers)
+
     def _rows(self, numbers: np.ndarray, held_out: bool) -> tuple[np.ndarray, np.ndarray]:
-        if held_out:
-            return self.held_out.rows(numbers)
-        return self.train.rows(in_epochs(self.seed, len(self.train_rows), numbers))
+        return (self.held_out if held_out else self.train).rows(self._row_numbers(numbers, held_out))
 
     def documents_of(self, numbers: np.ndarray, held_out: bool) -> Documents | None:
         if self.documents == "joined":
@@ -113,8 +115,8 @@ class PreparedData(SampledData):
     def count(self, numbers: np.ndarray, held_out: bool) -> float:
         if self.documents == "joined":
             return super().count(numbers, held_out)
-        rows = np.split(numbers, len(numbers))  # one at a time: each rank counts the whole batch
-        return float(sum(self.examples(row, held_out)[2].sum() for row in rows))
+        packed = self.held_out if held_out else self.train  # each rank counts the whole batch, without its tokens
+        return float(packed.targets_of_rows[self._row_numbers(numbers, held_out)].sum())
 
 
 def check_file(group: Group, file: TokenFile) -> None:
@@ -157,10 +159,16 @@ class Packed:
     counts: np.ndarray  #: positions that it fills
     first: np.ndarray  #: [rows + 1]: the first piece of each row
     length: int  #: positions of a row
+    targets: np.ndarray  #: of each piece: its positions that count in the loss
     left_out: int = 0  #: documents that teach nothing
 
     def __len__(self) -> int:
         return len(self.first) - 1
+
+    @cached_property
+    def targets_of_rows(self) -> np.ndarray:
+        """The positions of each row that count in the loss."""
+        return np.diff(np.concatenate(([0], np.cumsum(self.targets)))[self.first])
 
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """places[b length] of the inputs in the corpus, -1 for padding, and the piece[b length] of each; the padding of
@@ -181,7 +189,8 @@ class Packed:
 def windows(begin: int, end: int, length: int) -> Packed:
     """The tokens from ``begin`` to ``end`` as consecutive rows, across documents; an incomplete row is left out."""
     count = max(0, (end - begin - 1) // length)
-    return Packed(begin + length * np.arange(count), np.full(count, length), np.arange(count + 1), length)
+    sizes = np.full(count, length)
+    return Packed(begin + length * np.arange(count), sizes, np.arange(count + 1), length, sizes)
 
 
 def whole_documents(
@@ -197,10 +206,10 @@ def whole_documents(
     if truncate:
         counts = np.minimum(counts, length)
     usable = counts > 0
-    begins, counts = begins[usable], counts[usable]
+    begins, counts, targets = begins[usable], counts[usable], None
     if learnt is not None:
-        usable = _any_between(learnt, begins + 1, begins + counts + 1)
-        begins, counts = begins[usable], counts[usable]
+        targets = _count_between(learnt, begins + 1, begins + counts + 1)
+        begins, counts, targets = begins[targets > 0], counts[targets > 0], targets[targets > 0]
     left_out = len(ends) - len(counts)
     parts = -(-counts // length)
     number = np.repeat(np.arange(len(counts)), parts)  # the document of each piece
@@ -214,11 +223,13 @@ def whole_documents(
         filled += size
     if len(sizes):
         first.append(len(sizes))
-    return Packed(begins[number] + offset, sizes, np.array(first), length, left_out)
+    targets = sizes if targets is None else targets[number]
+    return Packed(begins[number] + offset, sizes, np.array(first), length, targets, left_out)
 
 
-def _any_between(flags: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Whether any of ``flags`` is set from each begin up to its end; these ranges ascend and do not overlap."""
+def _count_between(flags: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """How many of ``flags``, each 0 or 1, are set from each begin up to its end; these ranges ascend and do not
+    overlap."""
     places = np.stack([begins, ends], axis=1).reshape(-1)
     places = places[: len(places) - (len(places) > 0 and places[-1] == len(flags))]
-    return np.maximum.reduceat(flags, places)[::2] > 0 if len(places) else np.zeros(0, bool)
+    return np.add.reduceat(flags, places, dtype=np.int64)[::2] if len(places) else np.zeros(0, np.int64)

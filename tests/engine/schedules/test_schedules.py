@@ -26,7 +26,7 @@ from spmd_engine.engine.schedules.schedule import (
 from spmd_engine.errors import UsageError
 
 PIPELINES = [SCHEDULES[name]() for name in SCHEDULES if name != "sequential"] + [Interleaved(3)]
-STAGES, MICRO_BATCHES = range(1, 9), range(1, 17)
+STAGES, MICRO_BATCHES = (1, 2, 3, 4, 5, 8), (*range(1, 9), 11, 16)
 CASES = list(product(STAGES, MICRO_BATCHES))
 SENDS, RECEIVES = (StartSendOutput, StartSendGradient), (StartReceiveInput, StartReceiveGradient)
 
