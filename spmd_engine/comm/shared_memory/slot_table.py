@@ -191,7 +191,7 @@ class SlotTable:
         """
         slot = number % SLOTS
         self._write_signature(slot, signature)
-        if signature.inline:
+        if signature.inline and data is not None:
             self._inline_view(slot, self.rank, signature).reshape(-1)[...] = data.reshape(-1)
         for words, entry_address in (self._data_at[slot], address), (self._results_at[slot], result):
             words[0][self.rank], words[1][self.rank] = entry_address or (UNREADABLE, 0)
