@@ -221,7 +221,7 @@ class Manifest:
         if stored_digest != _digest(content):
             raise refuse("its SHA-256 of itself differs")
         try:
-            pieces = [_pieces(*piece) for piece in content["pieces"]] if version > 1 else None
+            pieces = [_pieces(*fields) for fields in content["pieces"]] if version > 1 else None
             manifest = cls(
                 step=_whole_number(content["step"]),
                 sections={
