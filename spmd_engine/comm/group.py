@@ -459,7 +459,9 @@ def _await_release(table: SlotTable, number: int, result: Any) -> Steps:
 
 def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple:
     """The key of a prepared call: first the operation, last the label. Raises UsageError unless ``x`` is an array."""
-    if x is None and operation in ("broadcast", "barrier"):  # from another rank, or none
+    if x is None:
+        if operation not in ("broadcast", "barrier"):  # from another rank, or none
+            raise _no_array(operation, x)
         return operation, arguments, label
     try:
         return operation, type(x), x.dtype, x.shape, arguments, label
