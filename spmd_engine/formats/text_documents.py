@@ -701,8 +701,10 @@ def _instruction(fields: Mapping[str, Any]) -> str:
     return f"{fields['instruction']}\n\n{about}" if isinstance(about, str) and about.strip() else fields["instruction"]
 
 
-def _message(message: Message, where: str) -> Message:
+def _message(message: Any, where: str) -> Message:
     """A message as templates expect it: with role and content, its parts of text joined, without empty keys."""
+    if not isinstance(message, Mapping):
+        raise UsageError(f'{where}: a message is {{"role": ..., "content": ...}}; one there is {message!r:.40}')
     if type(message.get("role")) is str and type(message.get("content")) is str and None not in message.values():
         return message
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
