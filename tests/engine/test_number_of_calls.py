@@ -34,7 +34,8 @@ def test_a_save_takes_as_many_calls_of_many_arrays_as_of_few(tmp_path):
 
 @pytest.mark.parametrize("zero, most", [(0, 3), (3, 4)])
 def test_state_of_several_kinds_moves_in_as_many_calls_as_one(zero, most):
-    """Who has what, before and after, is told at once, and names once more where ranks differ; parameters, and the state if other ranks have it."""
+    """Who has what, before and after, is told at once, and names once more where ranks differ; then parameters, and the
+    state if other ranks have it."""
 
     def program():
         with Mesh(data=2) as mesh, Mesh(data=2) as other:
