@@ -113,14 +113,14 @@ def right_classes(
     xp = backend_of(outputs).xp
     scores = outputs.reshape(targets.size, outputs.shape[-1])
     count, width = scores.shape
-    no_class = xp.iinfo(xp.int64).max  # larger than every class; that of scores that are not numbers
+    no_class = xp.iinfo(xp.int64).max  # larger than every class
     top = scores.max(axis=1) if width else xp.full(count, -xp.inf, scores.dtype)
     if over is not None:
         top = over.all_reduce(top, "max", label="metric")
+    numbers = xp.arange(start, start + width)
     predicted = xp.full(count, no_class)
-    if width:
-        largest = scores == top[:, None]
-        predicted = xp.where(largest.any(axis=1), largest.argmax(axis=1) + start, no_class)
+    if width:  # CuPy takes no minimum of nothing
+        predicted = xp.where(scores == top[:, None], numbers, no_class).min(axis=1)
     if over is not None:
         predicted = over.all_reduce(predicted, "min", label="metric")
     right = predicted == targets.reshape(-1).astype(xp.int64)

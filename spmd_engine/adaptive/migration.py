@@ -46,7 +46,7 @@ LEAST = 64 << 10  #: bytes of a rank after a step, if as much is left
 SHARE = 0.03  #: share of a step's time that is spent on the copy
 LABELS = "migration: copy", "migration: gradients"  # in the ledger
 TRIAL = "migration: trial"  # likewise
-TRIALS = 2  # portions that are exchanged to learn the speed: the size of the second one follows from that of the first
+TRIALS = 3  # portions that are exchanged to learn the speed; the size of each follows from the speed of the one before
 BYTES_PER_SECOND = 1e8  # that a rank copies: the first guess, until it is measured
 
 
@@ -128,10 +128,13 @@ class LiveMigration:
         self._check_memory(self._agree({"needed": self._attempt("counting", self._bytes_needed)}))
         self._attempt("allocating", self._allocate)
         self._agree({})
+        rates = []
         for _ in range(TRIALS):  # these elements are copied again later
             self._next = self._portion(ranks[0]["step"])
             self._exchange((TRIAL, TRIAL), {"update": None})
             self._learn_speed(self._agree({"copy": self._seconds}))
+            rates.append(self.rate)
+        self.rate = max(rates)  # another program may have delayed some of them
         self._next = self._portion(ranks[0]["step"])
         self.plan = self._planned(ranks[0]["step"])
 
@@ -290,7 +293,7 @@ class LiveMigration:
 
     def _learn_speed(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Take the speed of the last exchange, by what all ranks say that it took."""
-        if slowest := max(facts["copy"] for facts in ranks):
+        if self._nbytes and (slowest := max(facts["copy"] for facts in ranks)):
             self.rate = self._nbytes / slowest
 
     def _pack(self, copied: int, after: int) -> tuple[list[tuple[str, PartOfTransfer]], list]:

@@ -163,7 +163,7 @@ def _parts_of_rank(
 
 
 def _shares(
-    blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...], rank: int, node_ranks: Iterable[int]
+    blocks: tuple[Rectangle, ...], held: Sequence[Rectangles], rank: int, node_ranks: Iterable[int]
 ) -> list[_Share]:
     """For each block the ranks that need it, and the part that this rank needs."""
     shares = []
@@ -177,7 +177,7 @@ def _shares(
     return shares
 
 
-def _holders(blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...]) -> list[list[int]]:
+def _holders(blocks: tuple[Rectangle, ...], held: Sequence[Rectangles]) -> list[list[int]]:
     """For each block the ranks that hold a part of it."""
     ranks = ranks_of_blocks(held)
     if not ranks or len(blocks) < 2:  # a single block is the whole array
@@ -328,7 +328,7 @@ class Headers:
                     read_into(table.data, file.fileno(), offset)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
-            if sha256(table).hexdigest() != digest:
+            if sha256(table.data).hexdigest() != digest:
                 raise CheckpointError(f"{path} is damaged: the hashes of its blocks are not what was written")
             self._tables[block.file] = table.tobytes()
         return self._tables[block.file][HASH * block.row :][:HASH].hex()

@@ -67,7 +67,7 @@ class WritePlan:
 
     section: str
     placement: Placement
-    pieces: Mapping[str, Pieces]  #: of each array
+    pieces: Mapping[str, Pieces]  #: for each array
     array: Callable[[str], Array]  #: returns this rank's shard of an array by name
 
     def blocks_of(self, rank: int) -> Iterator[tuple[str, Rectangle, Array]]:

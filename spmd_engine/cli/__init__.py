@@ -83,6 +83,8 @@ COMMANDS = {
     "Write a model of your own": ("new", "verify"),
     "Run on a cluster": ("doctor", "launch", "migrate", "join", "calibrate", "bench"),
 }
+#: Under mpiexec, one rank does what they do.
+ALONE = ("plan", "analyze", "inspect", "show", "monitor", "report", "new", "migrate")
 #: They go on if their standard output is closed; output is all that the others are for.
 LASTING = ("train", "launch", "join")
 #: Errors of the system about what it is short of, and what to add to their text.
@@ -100,7 +102,8 @@ SHORTAGES = {
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.version_option(__version__, prog_name="spmd_engine")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Train and serve neural networks sharded over any number of ranks, in NumPy or CuPy and MPI.
 
     Every rank runs the same program. Start any number of ranks with mpiexec; without it there is one:
@@ -115,6 +118,8 @@ def cli() -> None:
 
     On every mesh, the same seed gives the same results to rounding.
     """
+    if context.invoked_subcommand in ALONE and launcher_rank() > 0:
+        context.exit()
 
 
 def main(args: Sequence[str] | None = None) -> None:

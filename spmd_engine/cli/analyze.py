@@ -21,7 +21,6 @@ from spmd_engine.planning import analyze as analyze_step
 from spmd_engine.planning.dry_run.model_shards import model_shards
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.search.placement import annealed, tasks_of
-from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.data.array_file import read_arrays
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import optimizer_of, step_of
@@ -58,8 +57,6 @@ def analyze(
       python -m spmd_engine analyze --model gpt2 --mesh pipe=4 --micro-batches 8 --rank 0 --output memory.svg
       python -m spmd_engine analyze --model gpt2 --mesh data=2,pipe=2 --shards --machine nodes.toml
     """
-    if launcher_rank() > 0:
-        return
     axes = axes_of(job)
     ranks = len(all_positions(axes)) + len(job.composition.ranks_outside)
     if rank is not None and rank >= ranks:

@@ -25,8 +25,6 @@ from spmd_engine.training.train_config import TrainConfig
 
 TOKENS = 240  #: most new tokens, without a limit of the model
 
-_SHARE = NumberRange(0, 1)
-
 
 @click.command(cls=LongCommand, short_help="Write text with a model.")
 @run_option
@@ -46,8 +44,10 @@ _SHARE = NumberRange(0, 1)
 )
 @click.option("--temperature", type=NumberRange(0, LARGEST), help="Divides logits; 0: greedy.")
 @click.option("--top-k", type=WholeRange(min=0), help="Sample from this many of the likeliest tokens; 0: all.")
-@click.option("--top-p", type=_SHARE, help="Sample from the likeliest tokens with this total probability.")
-@click.option("--min-p", type=_SHARE, help="Sample from tokens with this fraction of the largest probability.")
+@click.option("--top-p", type=NumberRange(0, 1), help="Sample from the likeliest tokens with this total probability.")
+@click.option(
+    "--min-p", type=NumberRange(0, 1), help="Sample from tokens with this fraction of the largest probability."
+)
 @click.option("--repetition-penalty", type=NumberRange(1e-6, LARGEST), help="Above 1: repeat tokens less.")
 @click.option("--greedy", is_flag=True, help="Take the likeliest token, whatever the model's own configuration says.")
 @click.option("--seed", type=WholeNumber(), default=0, help="Seed of sampling.")

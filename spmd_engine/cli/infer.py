@@ -128,7 +128,7 @@ Inputs = np.ndarray | ImageRows | list[np.ndarray]  #: an array, images, or the 
 
 def _samples(source: str, engine: ShardedEngine, run: str | None, checkpoint: str | None, job: TrainConfig) -> Inputs:
     """The images or texts in a file or folder, for a model of these. Prints what the rows are."""
-    if _takes_images(engine):
+    if isinstance(engine, LayeredEngine) and _takes_images(engine):
         images, notes = find_unlabelled(Path(source), engine.model.sample[-1] if engine.model.sample else 3)
         click.echo("; ".join([f"{source}: {len(images):,} images", *notes]), err=True)
         return images

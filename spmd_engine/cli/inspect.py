@@ -10,7 +10,6 @@ from rich.console import Console
 from spmd_engine.cli.options import LongCommand, model_on, output_option, present, takes_job
 from spmd_engine.observability.memory import draw_memory, draw_storage
 from spmd_engine.observability.shardings import print_shardings
-from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.train_config import TrainConfig
 
 WIDTH = 120  # least columns of a line, so that no name is truncated on narrow terminals
@@ -35,8 +34,6 @@ def inspect(job: TrainConfig, storage: bool, output: Path | None) -> None:
       python -m spmd_engine inspect --model deep-mlp --mesh data=8 --zero 3 --group-threshold 500000
       python -m spmd_engine inspect --model models/SmolLM2-135M --mesh data=2,model=2 --lora-rank 8
     """
-    if launcher_rank() > 0:
-        return
     axes = dict(job.composition.mesh or {"data": 1})
     model, composition = model_on(axes, job)
     console = Console(highlight=False, width=max(WIDTH, Console().width))

@@ -24,7 +24,6 @@ from spmd_engine.observability.progress import live_migration_text
 from spmd_engine.observability.run_record import JsonLines
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.activity import ranges
-from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.observers import EventLog
 from spmd_engine.training.run_folder import run_folder
 from spmd_engine.training.train_config import TrainConfig
@@ -90,8 +89,6 @@ def migrate(
       python -m spmd_engine migrate gpt-nano-1 --stages 0,5 --protocol live
       python -m spmd_engine migrate gpt-nano-1 --mesh data=2,model=2 --dry-run
     """
-    if launcher_rank() > 0:
-        return
     folder = run_folder(run)
     log = folder / EventLog.NAME
     if not log.is_file():

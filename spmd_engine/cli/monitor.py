@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.live import Live
 
 from spmd_engine.observability.monitor import Watched
-from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run_folder import run_folder
 
 WIDTH = 240  #: columns where there is no terminal, so that nothing is cut
@@ -32,8 +31,6 @@ def monitor(run: str, once: bool) -> None:
       python -m spmd_engine monitor gpt-nano-1
       python -m spmd_engine monitor runs/gpt-nano-1 --once
     """
-    if launcher_rank() > 0:
-        return
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names that the terminal cannot show
     folder, console = run_folder(run), Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)

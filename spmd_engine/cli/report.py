@@ -13,7 +13,6 @@ from spmd_engine.files import check_ending, output_file
 from spmd_engine.foreign import reading
 from spmd_engine.observability.run_page import page_of
 from spmd_engine.observability.run_record import RunRecord
-from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run_folder import run_folder
 
 EVERY = 5  #: seconds between pages of a run that is followed
@@ -39,8 +38,6 @@ def report(runs: tuple[str, ...], output: Path | None, follow: bool) -> None:
       python -m spmd_engine report gpt-nano-1
       python -m spmd_engine report runs/gpt-nano-1 runs/gpt-nano-2 -o compared.html
     """
-    if launcher_rank() > 0:
-        return
     folders = [run_folder(run) for run in runs]
     if output is not None:
         check_ending("--output", output, ".html")

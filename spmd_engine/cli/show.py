@@ -39,7 +39,6 @@ from spmd_engine.observability.shardings import (
 )
 from spmd_engine.observability.step import draw_communication, print_transfers
 from spmd_engine.planning import analyze
-from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.run_folder import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import step_of
@@ -48,15 +47,12 @@ MOST_PARTS = 64  #: micro-batches that can be drawn
 
 
 @click.group(cls=CommandGroup, short_help="Draw meshes, shardings, experts, schedules, communication, collectives.")
-@click.pass_context
-def show(context: click.Context) -> None:
+def show() -> None:
     """Draw what the engine does. No rank is started: any mesh can be drawn anywhere.
 
     \b
       python -m spmd_engine show mesh data=2,pipe=2,model=2
     """
-    if launcher_rank() > 0:  # under mpiexec one rank draws
-        context.exit()
 
 
 @show.command(short_help="The ranks of a mesh, and each axis' groups.")

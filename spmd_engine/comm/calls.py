@@ -116,7 +116,7 @@ class PreparedCall:
     def record(self, ledger: Ledger, result: Any) -> None:
         """Record one such call in the ledger."""
         sent = self.sent
-        ledger.record(self.where, self.payload, sent if type(sent) is int else sent(result))
+        ledger.record(self.where, self.payload, sent(result) if callable(sent) else sent)
         if self.rounds:
             ledger.rounded.add(self.where)
 

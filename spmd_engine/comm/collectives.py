@@ -21,7 +21,7 @@ from spmd_engine.comm.calls import Collective, Offer, PreparedCall, Shape, copie
 from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.pending import Queued, Steps
 from spmd_engine.comm.rounds import Payload, reduce_rounds, sum_rounds
-from spmd_engine.comm.shared_memory.cross_memory import flat
+from spmd_engine.comm.shared_memory.cross_memory import flat, to_array
 from spmd_engine.comm.transports.nccl import NcclTransport
 from spmd_engine.comm.transports.shared_memory import (
     keeps_apart,
@@ -112,7 +112,7 @@ class Reducing(Collective):
         for part, place in zip(slices, spans([part.stop - part.start for part in slices]), strict=True):
             pieces = [flat(block)[part] for block in blocks]
             if len(pieces) == 1:
-                sums[place] = pieces[0]
+                sums[place] = to_array(pieces[0])
             else:
                 reduce_in_pieces([sums[place]], pieces, reducer(combined, self.dtype, np))
         rounds = sum_rounds(senders.size) if count == 1 else reduce_rounds(senders.rank, senders.size)

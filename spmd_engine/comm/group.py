@@ -90,7 +90,7 @@ class Group:
         return self._start(call, x, out) if self.size > 1 else Pending.completed(self._run_alone(call, x, out))
 
     def _prepare(
-        self, operation: str, x: Array | None, arguments: tuple, out: Any, label: str
+        self, operation: str, x: Any, arguments: tuple, out: Any, label: str
     ) -> tuple[PreparedCall, Array | None]:
         """The prepared call, and ``x`` in its dtype. Raises UsageError if the call cannot be made."""
         key: tuple = (operation, arguments, label)

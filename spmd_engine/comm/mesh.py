@@ -219,10 +219,10 @@ class Mesh(Collectives, MeshPosition):
         coordinates of an axis, including this rank's: ``group("pipe", among={"pipe": (0, 3)})``. Raises MeshError if
         ``among`` omits this rank's coordinate or names an axis that is not in ``over``.
         """
-        asked = over if over is None or type(over) is str else tuple(over)
+        asked = over if over is None or type(over) in (str, tuple) else self._names(over)
         if not among and (asked, ()) in self._groups:
             return self._groups[asked, ()]
-        names = self._names(over)
+        names = self._names(asked)
         places = tuple((name, tuple(among[name])) for name in names if name in among) if among else ()
         if among and len(places) < len(among):
             raise MeshError(

@@ -115,7 +115,7 @@ class LayeredEngine(StoredEngine):
         self.output_sharding = str(self.layout.spec(self.model.outputs))
         self._target_sharding = str(self.layout.spec(self.model.targets))
         self._summed_axes = tuple(axis for axis in self.mesh.axes if axis in (*self.batch_axes, PIPE))
-        self._shards: dict[str, Shards] = {}  # of the loss and of metrics
+        self._shards: dict[str, Shards] = {}  # for the loss and metrics
 
     @property
     def assignment(self) -> Assignment:

@@ -60,7 +60,7 @@ class Chunk:
         self._segments, self._layers, self._shards = segments, layers, shards
         self.stash = stash
         self._unsharder, self._reducer, self._extras = unsharder, reducer, extras
-        self._half = dtype if dtype is not None and is_half(dtype) else None
+        self._half: Any = dtype if dtype is not None and is_half(dtype) else None
         self._numbers = [number for segment in segments for number in segment.layers]
         self._later = {number: range(number + 1, self._numbers[-1] + 1) for number in self._numbers}
         self._earlier = {number: range(number - 1, self._numbers[0] - 1, -1) for number in self._numbers}

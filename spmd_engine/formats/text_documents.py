@@ -17,8 +17,8 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
-from itertools import islice
+from functools import lru_cache, partial
+from itertools import count, islice, starmap
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
@@ -126,9 +126,8 @@ def documents(
             yield _whole_file(name, large)
         else:
             for where, content in islice(rows, 1):
-                yield document_of(content, where, columns, name)._replace(unread=_unread(content, columns))
-            for where, content in rows:
-                yield document_of(content, where, columns, name)
+                yield document_of(where, content, columns, name)._replace(unread=_unread(content, columns))
+            yield from starmap(partial(document_of, columns=columns, source=name), rows)
 
 
 def prompts_in(path: str, columns: Columns | None = None) -> list[Document]:
@@ -519,10 +518,13 @@ def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
     for group in range(table.num_row_groups):
         for batch in table.iter_batches(1024, row_groups=[group], columns=wanted, use_threads=False):
             names, contents = batch.schema.names, [*map(_values, batch.columns)]
-            rows = (dict(zip(names, values, strict=True)) for values in zip(*contents, strict=True))
-            for row in rows if text is None or not number else contents[text]:
-                number += 1
-                yield f"{name}, row {number}", row if number > 1 else dict.fromkeys(there) | row
+            if text is None or not number:
+                rows: list[Any] = [dict(zip(names, values, strict=True)) for values in zip(*contents, strict=True)]
+                rows[:1] = [row if number else dict.fromkeys(there) | row for row in rows[:1]]
+            else:
+                rows = [value if type(value) is str else {names[text]: value} for value in contents[text]]
+            yield from zip(map(f"{name}, row ".__add__, map(str, count(number + 1))), rows, strict=False)
+            number += len(rows)
 
 
 def _only_text(names: Sequence[str], columns: Columns | None) -> int | None:
@@ -574,7 +576,7 @@ def parse_columns(text: str | None) -> dict[str, str] | None:
     return {role: name for role, _, name in pairs}
 
 
-def document_of(content: Any, where: str, columns: Columns | None = None, source: str = "") -> Document:
+def document_of(where: str, content: Any, columns: Columns | None = None, source: str = "") -> Document:
     """The document in a row of ``source``. Raises UsageError, naming ``where``, for a row that is none."""
     text, prompt = content, None
     if type(content) is dict and not columns:
@@ -699,8 +701,10 @@ def _instruction(fields: Mapping[str, Any]) -> str:
     return f"{fields['instruction']}\n\n{about}" if isinstance(about, str) and about.strip() else fields["instruction"]
 
 
-def _message(message: Message, where: str) -> Message:
+def _message(message: Any, where: str) -> Message:
     """A message as templates expect it: with role and content, its parts of text joined, without empty keys."""
+    if not isinstance(message, Mapping):
+        raise UsageError(f'{where}: a message is {{"role": ..., "content": ...}}; one there is {message!r:.40}')
     if type(message.get("role")) is str and type(message.get("content")) is str and None not in message.values():
         return message
     message = {key: value for key, value in message.items() if value is not None or key == "content"}

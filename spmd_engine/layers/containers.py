@@ -30,6 +30,7 @@ class Dropout(Layer):
             return x, None
         backend = backend_of(x)
         # A row's number must be the same on every mesh, so it may not depend on this micro-batch's length.
+        assert ctx.samples is not None
         rows = ctx.samples[:, None] * (1 << 24) + ctx.residual_positions[None, :]
         key = key_of(ctx.seed, "dropout", ctx.step, sh.label)
         mask = bernoulli(key, 1.0 - self.rate, rows, x.shape[-1], backend)

@@ -308,7 +308,7 @@ def _placements(classes: Sequence[tuple[Mapping[str, Any], np.ndarray, np.ndarra
         bounds, present = np.zeros((size, 2, dims), np.int64), np.zeros(size, bool)
         for (_, ranks, rows), ends_of_kinds, number in zip(classes, ends, numbers, strict=True):
             if number >= 0:
-                bounds[ranks] = rows[:, ends_of_kinds[number] : ends_of_kinds[number + 1]].reshape(-1, 2, dims)
+                bounds[ranks] = rows[:, ends_of_kinds[number] : ends_of_kinds[number + 1]].reshape(len(ranks), 2, dims)
                 present[ranks] = True
         held = OneEach(bounds, present)
         shape = tuple(bounds[present, 1].max(axis=0).tolist())

@@ -116,9 +116,7 @@ def _senders(
 
 
 @lru_cache(maxsize=1024)
-def _parts(
-    shape: tuple[int, ...], held: tuple[Rectangles, ...], wanted: tuple[Rectangles, ...]
-) -> tuple[SharedPart, ...]:
+def _parts(shape: tuple[int, ...], held: Sequence[Rectangles], wanted: Sequence[Rectangles]) -> tuple[SharedPart, ...]:
     """The shared parts of all wanted elements of an array; equal layers share the result.
 
     Raises UsageError where no rank has a wanted element.

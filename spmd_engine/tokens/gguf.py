@@ -135,7 +135,10 @@ def _token(metadata: Mapping[str, Any], field: str, count: int, where: str) -> i
 def _field(metadata: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
     value = metadata.get(f"tokenizer.ggml.{name}")
     if value is None or not hasattr(value, "__len__") or not len(value):
-        raise UsageError(f"{where} has no tokenizer.ggml.{name}; give the tokenizer of the original model")
+        raise UsageError(
+            f"{where} has no tokenizer.ggml.{name}: take the run that it was exported from (--run), or the folder or "
+            "file of the original model"
+        )
     return value
 
 

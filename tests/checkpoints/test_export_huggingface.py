@@ -42,7 +42,7 @@ def saved_and_exported(source, into, axes, composition=ParallelConfig(), **optio
     return into / "out"
 
 
-@in_turn(4, family=FAMILIES)
+@in_turn(6, family=FAMILIES)
 def test_there_and_back(family, tmp_path):
     out = saved_and_exported(FOLDERS / family, tmp_path, {"pipe": 2, "model": 2})
     found, expected = load_file(out / "model.safetensors"), load_file(FOLDERS / family / "model.safetensors")

@@ -38,7 +38,7 @@ def stored_on(folder, source, axes, zero):
     run_threads(program, tiny.ranks_of(axes))
 
 
-@in_turn(4, axes=[{"data": 1}, {"model": 2}, {"data": 3}], ranks=[1, 3], at_once=[0, 200, 8 << 20])
+@in_turn(6, axes=[{"data": 1}, {"model": 2}, {"data": 3}], ranks=[1, 3], at_once=[0, 200, 8 << 20])
 def test_blocks_are_read_once_and_come_to_their_places(tmp_path, monkeypatch, axes, ranks, at_once):
     """Of tensors that are large and small, of GPT-2's, where three parameters are in one, and with rows turned."""
     monkeypatch.setattr(exported_tensors, "AT_ONCE", at_once)

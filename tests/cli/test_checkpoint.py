@@ -40,7 +40,9 @@ def test_verify_finds_a_flipped_bit(here, of_two_steps):
     assert "sound; 6 blocks" in here("checkpoint", "verify", str(of_two_steps))[1]
     file = CheckpointFolder(of_two_steps).newest() / "model-00000.safetensors"
     content = bytearray(file.read_bytes())
-    content[-1] ^= 1
+    header = int.from_bytes(content[:8], "little")
+    _, end = json.loads(content[8 : 8 + header])["layer_1/weights"]["data_offsets"]
+    content[8 + header + end - 1] ^= 1
     file.write_bytes(content)
     code, out, errors = here("checkpoint", "verify", str(of_two_steps))
     assert code == 1 and out == "" and "layer_1/weights[0:6, 0:4] is not what was written" in errors

@@ -54,7 +54,7 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("ranks, wait", in_time(WAITS, {"in-a-group", "to-make-a-mesh"}))
+@pytest.mark.parametrize("ranks, wait", in_time(WAITS, {"in-a-group"}))
 def test_a_rank_that_raises_while_others_wait(ranks, wait, job):
     ended = job(
         f"""
@@ -111,6 +111,7 @@ mesh.all_gather(np.ones(3))
     assert "rank 1 called nothing more: its program ended" in ended.stderr
 
 
+@pytest.mark.soak
 def test_an_early_end_of_rank_0_shows_where_another_rank_waits(job):
     ended = job(
         """

@@ -183,6 +183,19 @@ def test_all_gather(dtype, hosts, memory):
     run_threads(program, ranks, nodes=list(hosts))
 
 
+@placements
+def test_broadcast(hosts, memory):
+    ranks = len(hosts)
+
+    def program():
+        group = everyone()
+        for root, length in itertools.product(range(ranks), (LARGE, LARGE // 8 + 5)):
+            x = values((length,), np.dtype(np.float32), root)
+            assert_same(group.broadcast(x if group.rank == root else None, root), x, root)
+
+    run_threads(program, ranks, nodes=list(hosts))
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_precision_is_rounded_once(dtype):
     """On each node 1 + 2**-12 would be 1, and all of it 4."""

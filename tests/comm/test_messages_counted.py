@@ -70,6 +70,30 @@ def test_messages_of_a_small_call(name, ranks, per_node, sent):
     assert set(messages) == {ceil(log2(ranks // per_node))}
 
 
+MEDIUM = {
+    "reduce_scatter": (lambda group: group.reduce_scatter(np.ones(1 << 13)), 1),
+    "all_reduce": (lambda group: group.all_reduce(np.ones(3 << 9)), 2),
+    "sum of 2 KiB": (lambda group: group.all_reduce(np.ones(1 << 8)), 1),
+}
+
+
+@placements
+@pytest.mark.parametrize("name", MEDIUM)
+def test_reductions_travel_with_the_agreement(name, ranks, per_node, sent):
+    """As many messages as by the MPI library: log2(M) for parts of 64 KiB, twice that for all of 12 KiB."""
+    call, times = MEDIUM[name]
+    messages, _ = of_one_call(sent, call, ranks, per_node)
+    assert set(messages) == {times * ceil(log2(ranks // per_node))}
+
+
+def test_a_broadcast_leaves_a_node_in_lanes(sent):
+    """Its root's node scatters, and all nodes gather: no node sends the array more than twice."""
+    x = np.ones(1 << 16)
+    _, data = of_one_call(sent, lambda group: group.broadcast(x if group.rank == 1 else None, 1), 8, 2)
+    by_node = data.reshape(4, 2).sum(axis=1) / x.nbytes
+    assert abs(by_node - [1.5, 0.75, 0.75, 0.75]).max() < 0.01
+
+
 @placements
 def test_bytes_of_a_large_call(ranks, per_node, sent):
     """2 S (M-1)/M leave each of M nodes for an all_reduce of S bytes, which is 2 S (n-1)/n a rank where each is one."""

@@ -83,8 +83,8 @@ def on_one_device():
     return losses, arrays
 
 
-#: A third, with each kind of cut before or after; the rest is in ``soak``.
-@in_turn(3, way=WAYS)
+#: A quarter, with each kind of cut before or after; the rest is in ``soak``.
+@in_turn(4, way=WAYS)
 def test_training_goes_on_as_if_nothing_had_happened(way):
     expected, arrays = on_one_device()
     for losses, ours, _ in trained(*way):

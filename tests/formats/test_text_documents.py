@@ -84,6 +84,12 @@ def test_a_parquet_table_is_read_by_its_columns_alone(tmp_path):
     parquet.write_table(made, tmp_path / "x.parquet")
     assert texts_of(tmp_path / "x.parquet") == TEXTS
     assert [each.unread for each in read(tmp_path / "x.parquet")] == [("id", "image"), (), ()]
+    many = table({"text": [*TEXTS * 500, None, "", "last"]})
+    parquet.write_table(many, tmp_path / "many.parquet")
+    found = read(tmp_path / "many.parquet")
+    assert [each.text for each in found] == [*TEXTS * 500, "", "", "last"]
+    assert [each.left_out for each in found[-3:]] == ["empty", "empty", ""]
+    assert found[-1].where == f"{tmp_path / 'many.parquet'}, row 1503"
     parquet.write_table(made.rename_columns(["id", "article", "image"]), tmp_path / "y.parquet")
     assert texts_of(tmp_path / "y.parquet", {"text": "article"}) == TEXTS
     with pytest.raises(UsageError, match=r"y\.parquet: a document is .*it has id, article, image: name what to read"):

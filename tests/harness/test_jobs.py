@@ -130,6 +130,7 @@ def test_an_interrupt_ends_all_jobs(start_parent, sample, tmp_path, end):
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.soak
 def test_after_the_first_failure_nothing_more_runs(run_parent, sample, tmp_path):
     """The test that the other process runs is abandoned."""
     failing = sample("def test_fails(): assert False", "test_a.py")

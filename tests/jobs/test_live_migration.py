@@ -26,6 +26,7 @@ from support.random_jobs import RandomJob, losses_in
 
 TEXT_MODEL, EXPERTS, IMAGES, ADAPTERS, MLP = 3, 8, 1, 2, 5  #: seeds that draw jobs of these kinds
 PORTIONS = 4  #: in which the tests copy, one after each step
+LEARN_SPEED = LiveMigration._learn_speed
 
 
 @pytest.fixture(autouse=True)
@@ -268,6 +269,20 @@ def test_the_announced_seconds_follow_from_the_measured_speed(tmp_path, monkeypa
     assert plan["seconds"] == pytest.approx(PORTIONS * step, abs=1e-3)
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_a_change_in_which_nothing_moves_is_told_and_made(tmp_path, monkeypatch, live):
+    monkeypatch.setattr(LiveMigration, "_learn_speed", LEARN_SPEED)
+    change = ShapeRequest({"mesh": {"model": 2}}, protocol="live")
+    job = config(MLP, tmp_path, mesh={"data": 2}, steps=8)
+    requests = {1: change if live else replace(change, dry_run=True)}
+    run_threads(lambda: train(job, tmp_path / "run", propose=requests.get), 2)
+    if live:
+        assert ended(tmp_path / "run")["event"] == "reshaped"
+    else:
+        (told,) = events(tmp_path / "run", "estimated")
+        assert [each["bytes"] for each in told["protocols"].values()] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("protocol, label", [("stop-and-copy", "reshard"), ("live", "migration: copy")])
 def test_a_dry_run_moves_nothing_and_tells_what_a_protocol_will_move(tmp_path, protocol, label):
     case = CASES["all to other axes, ZeRO-3 to 2"]
@@ -354,12 +369,12 @@ def run_with(faults, monkeypatch, folder, steps):
     "faults",
     [
         pytest.param(FAULTS[::23], id="5 points, on one rank each"),
-        pytest.param(FAULTS, id="34 points, on each rank", marks=pytest.mark.soak),
+        pytest.param(FAULTS, id="36 points, on each rank", marks=pytest.mark.soak),
     ],
 )
 def test_a_failure_anywhere_leaves_the_old_shape_and_the_job_goes_on(tmp_path, monkeypatch, faults):
     """Two stages, and the idle rank that takes a third, fail at points of a migration."""
-    assert len(POINTS) == 34
+    assert len(POINTS) == 36
     taken = {**dict.fromkeys(PLANNING, 0), **dict.fromkeys(SWITCH, MANY)}
     steps = sum(2 + taken.get(stage, count) for stage, count, *_ in faults) + 2 * MANY
     run_with(faults, monkeypatch, tmp_path, steps)
@@ -420,10 +435,13 @@ def test_copies_without_memory_are_refused(tmp_path, monkeypatch):
     assert "the copies on node" in ended(tmp_path / "run")["why"]
 
 
+IN_COPY = ("packing", 3 + migration.TRIALS, 0), ("updating", 2 + migration.TRIALS, 2)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
-        *(pytest.param(fault, marks=pytest.mark.soak) for fault in (("packing", 3, 0), ("updating", 2, 2))),
+        *(pytest.param(fault, marks=pytest.mark.soak) for fault in IN_COPY),
         ("filling", 1, 1),
     ],
     ids=lambda fault: fault[0],

@@ -80,6 +80,7 @@ def test_training_saves_and_can_go_on(mpi_run, tmp_path, monkeypatch, signal_nam
     assert len((tmp_path / "runs" / "r" / "metrics.jsonl").read_text().splitlines()) == steps + 1
 
 
+@pytest.mark.soak
 @needs_mpi
 def test_ctrl_c_to_the_launcher_saves(tmp_path):
     if len(mpiexec()) > 1:

@@ -130,7 +130,7 @@ def test_inner_outputs_are_computed_while_the_halo_travels(name, cut, monkeypatc
 UNGROUPED = [name for name in CONVOLUTIONS if "groups" not in name and name != "depthwise"]
 
 
-@in_turn(2, name=UNGROUPED, cut=["rows", "columns", "rows in 8 parts"])
+@in_turn(3, name=UNGROUPED, cut=["rows", "columns", "rows in 8 parts"])
 def test_halos_are_the_bytes_that_outputs_lack(name, cut):
     """Forward, what outputs read and their rank has not, element by element; backward, the same."""
     problem, (axes, cuts) = problem_of(name), CUTS[cut]

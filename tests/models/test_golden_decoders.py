@@ -113,7 +113,7 @@ def test_logits_loss_and_gradients_in_float64(family, axes, composition):
         in_its_place(expected, names[name], gradient, filled[name].view.dims, filled[name].view.sizes)
 
 
-@in_turn(4, family=FAMILY_CASES)
+@in_turn(6, family=FAMILY_CASES)
 def test_logits_in_float32_are_those_of_transformers_as_it_is(family):
     expected = golden(family)
     engine = engine_of(family, {"data": 1}, "float32", {})
@@ -130,7 +130,7 @@ CACHED = [
 ]
 
 
-@in_turn(4, **{"family, axes": CACHED})
+@in_turn(6, **{"family, axes": CACHED})
 def test_piece_by_piece_with_a_cache(family, axes):
     """Prompts of 20 tokens, then 50 more, then one after the other: at their positions. Of six ranks two have none."""
     expected = golden(family)

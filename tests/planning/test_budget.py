@@ -93,7 +93,9 @@ def test_all_phases_together_end_with_the_seconds_of_the_request(limits, fallbac
     assert result.late and made[0].late <= 3
 
 
-@pytest.mark.parametrize("limits", [Limits(), Limits(memory=1024)], ids=["none", "memory"])
+@pytest.mark.parametrize(
+    "limits", [Limits(), pytest.param(Limits(memory=1024), marks=pytest.mark.soak)], ids=["none", "memory"]
+)
 def test_a_plan_does_not_depend_on_the_time_that_it_takes(limits, budgets):
     """Within the time limit."""
     found = []

@@ -23,7 +23,7 @@ from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan, fixed_plan
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.plan_search import evaluate_plan
+from spmd_engine.planning.search.plan_search import PlanSearch, evaluate_plan
 from spmd_engine.planning.search.reasons import gains
 from spmd_engine.planning.search.search import Limits
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
@@ -297,6 +297,15 @@ def test_the_closest_plan_is_that_of_the_limit_that_cannot_be_kept():
     assert (
         "latency at most 10 us and mesh data=2 cannot be kept together; it needs" in given and "latency" in given[-12:]
     )
+
+
+def test_the_closest_plan_of_a_search_without_time_exceeds_its_limit_least():
+    machine, limits = read_machine("cpu").with_ranks(2), Limits(compute=1e-5)
+    request = Request(build_model("mlp"), machine, [2], [16], limits=limits, fallback=None, seconds=0)
+    search = PlanSearch(request)
+    nearest = search.run().conflict.nearest
+    others = [Candidate((("pipe", 2),), 16, schedule="zero-bubble", micro_batches=n) for n in (2, 16)]
+    assert all(limits.excess(nearest) < limits.excess(search.plan(each)) for each in others)
 
 
 def test_an_alternative_is_compared_by_what_is_known_of_both_plans():

@@ -377,7 +377,7 @@ def test_templates_that_cannot_be(template, message, monkeypatch):
 def test_no_template_runs_in_a_sandbox_that_it_can_leave(monkeypatch):
     pytest.importorskip("jinja2")
     for version, error in ("3.1.5", "could run any code with jinja2 3.1.5"), ("3.2.0a1", None), ("10.0", None):
-        monkeypatch.setattr("spmd_engine.tokens.chat.version", lambda name, version=version: version)
+        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
         _process.cache_clear()
         if error is None:
             assert chat_text(Chatty("x"), []) == "x"

@@ -82,7 +82,7 @@ for model, axes in DENSE:
 each_case = {"axes, pair, batches": [pytest.param(*case, id=tiny.mesh_id(case[0])) for case in CASES]}
 
 
-@in_turn(2, **each_case)
+@in_turn(3, **each_case)
 def test_layers_on_any_mesh_agree(axes, pair, batches):
     def program():
         with Mesh(**axes) as mesh:
@@ -95,7 +95,7 @@ def test_layers_on_any_mesh_agree(axes, pair, batches):
     assert str(reports[0]).splitlines()[-1] == f"agrees to {reports[0].distance:.0e}"
 
 
-@in_turn(2, 1, **each_case)
+@in_turn(3, 1, **each_case)
 def test_all_that_passes_between_layers_is_found_in_its_place(axes, pair, batches):
     def program():
         with Mesh(**axes) as mesh:

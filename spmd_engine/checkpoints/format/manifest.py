@@ -80,7 +80,7 @@ class Pieces:
         return elements, rows
 
 
-Files = Mapping[int, tuple[int, str]]  # of ranks: the first byte of the first block, the SHA-256 of all their hashes
+Files = Mapping[int, tuple[int, str]]  # by rank: the first byte of the first block, the SHA-256 of all their hashes
 
 
 def file_name(section: str, rank: int) -> str:
@@ -221,7 +221,7 @@ class Manifest:
         if stored_digest != _digest(content):
             raise refuse("its SHA-256 of itself differs")
         try:
-            pieces = [_pieces(*each) for each in content["pieces"]] if version > 1 else None
+            pieces = [_pieces(*fields) for fields in content["pieces"]] if version > 1 else None
             manifest = cls(
                 step=_whole_number(content["step"]),
                 sections={

@@ -44,7 +44,7 @@ class BlockToWrite(NamedTuple):
 class WrittenFile(NamedTuple):
     """A file of blocks, which follow each other without gaps."""
 
-    dtypes: list[str]  #: of its blocks: their names in files
+    dtypes: list[str]  #: by block: names in files
     first: int  #: the byte at which the first block begins
     hashes: bytes  #: the SHA-256 of the blocks, one after another
 

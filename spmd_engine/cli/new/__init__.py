@@ -9,7 +9,6 @@ from shutil import rmtree
 import click
 
 from spmd_engine.errors import UsageError
-from spmd_engine.runtime.launchers import launcher_rank
 
 TEMPLATES = ("model.py", "test_model.py", "job.sh", "README.md")
 _NAMES = "surrogateescape"  # a name may have bytes that are no characters
@@ -25,8 +24,6 @@ def new(folder: Path) -> None:
       cd mine && python -m pytest
       mpiexec -n 2 python -m spmd_engine train --model model.py:classifier --data samples.npz
     """
-    if launcher_rank() > 0:
-        return
     texts = {name: files(__name__).joinpath(f"{name}.template").read_text() for name in TEMPLATES}
     try:
         folder.mkdir(parents=True)

@@ -29,7 +29,6 @@ from spmd_engine.planning.planner import NOTHING_FITS, find_plan, fixed_plan
 from spmd_engine.planning.search.rank_order import PLACEMENTS
 from spmd_engine.planning.search.search import GOALS, Limits
 from spmd_engine.planning.search.search_space import FIXABLE
-from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
 from spmd_engine.units import BYTES, SECONDS
 
@@ -105,8 +104,6 @@ def plan(what: str | None, **options: Any) -> None:
       python -m spmd_engine plan explain --model gpt2 --ranks 8
       python -m spmd_engine plan --compare gpt-nano-1
     """
-    if launcher_rank() > 0:
-        return
     if options["compare"]:
         code = values_given(options).get("model")
         comparison = compare_run(options["compare"], options["machine"], code)

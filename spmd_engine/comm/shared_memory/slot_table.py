@@ -175,7 +175,7 @@ class SlotTable:
         they may use memory of this rank outside the table.
         """
         slot, address = number % SLOTS, None
-        if signature.inline:
+        if signature.inline and data is not None:
             own_view = (expected.inline.get(slot) or self._inline(slot, expected)).blocks[self.rank]
             own_view.reshape(-1)[...] = data.reshape(-1)  # which may be flat
         else:

@@ -52,7 +52,7 @@ class Hierarchical(Transport):
         within = facts._replace(one_node=True, even_nodes=False, readable=readable)
         size = facts.size // lanes.local.size
         between = facts._replace(even_nodes=False, size=size, ranks=lanes.lane.size)
-        self._lanes, self._table = lanes, table
+        self._lanes, self._table, self._entries = lanes, table, call.entries
         self._call = call._replace(facts=within, ranks=lanes.local)
         self._local = self._call.transport()
         self._lane = call._replace(facts=between, ranks=lanes.lane).transport()
@@ -98,7 +98,7 @@ class Hierarchical(Transport):
         self._table.offer_result(number, x)
         yield from self._table.reach(number, REDUCED)
         facts = self._call.facts._replace(readable=UNREADABLE not in self._table.result_arenas(number))
-        entries = replace(self._call.entries, exposed=True)
+        entries = replace(self._entries, exposed=True)
         joining = self._call._replace(facts=facts, entries=entries).transport()
         yield from joining.all_gather(x, parts)
         yield from joining.end()

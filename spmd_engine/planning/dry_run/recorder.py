@@ -168,8 +168,8 @@ class Recorder:
                 self.timeline[number] = Moment(number, {**held, RECEIVED: held.get(RECEIVED, 0) + size})
         communications = [call.as_communication(len(self.computations)) for call in self.communications]
         what = self.computations, communications, self.timeline, self._find_peak()
-        held = {"saved": self.saved, "temporaries": self.temporaries}
-        return RankStep(coordinates, *what, **held, constants=sum(self.meter.constants.values()))
+        constants = sum(self.meter.constants.values())
+        return RankStep(coordinates, *what, saved=self.saved, temporaries=self.temporaries, constants=constants)
 
     def _find_peak(self) -> Peak:
         """The peak, with the bytes held then by kind and phase."""

@@ -159,7 +159,7 @@ class Packed:
     counts: np.ndarray  #: positions that it fills
     first: np.ndarray  #: [rows + 1]: the first piece of each row
     length: int  #: positions of a row
-    targets: np.ndarray  #: of each piece: its positions that count in the loss
+    targets: np.ndarray  #: positions of each piece that count in the loss
     left_out: int = 0  #: documents that teach nothing
 
     def __len__(self) -> int:
