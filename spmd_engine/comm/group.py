@@ -94,7 +94,7 @@ class Group:
     ) -> tuple[PreparedCall, Array | None]:
         """The prepared call, and ``x`` in its dtype. Raises UsageError if the call cannot be made."""
         key: tuple = (operation, arguments, label)
-        if x is not None or operation not in ("broadcast", "barrier"):  # from another rank, or none
+        if operation not in ("broadcast", "barrier") or x is not None:  # else from another rank, or none
             try:
                 key = operation, type(x), x.dtype, x.shape, arguments, label
             except AttributeError:
