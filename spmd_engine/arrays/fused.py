@@ -66,22 +66,22 @@ def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
     names = list(signature(function).parameters)
     by_row = [argument in BY_ROW for argument in names] if kind != "image_kernels" and "rotation" not in names else None
 
-    @wraps(function)
-    def run(x: Array, *others, **options):
-        if x.dtype in HALF_DTYPES:
-            return of_halves(x, *others, **options)
+    def compute(x: Array, *others, **options):
         if kind and (kernels := kernels_for(x, kind)) is not None:
             result = getattr(kernels, name)(x, *others, **options)
             if result is not NotImplemented:
                 return result
         return function(x, *others, **options)
 
-    def of_halves(x: Array, *others, **options):
+    @wraps(function)
+    def run(x: Array, *others, **options):
+        if x.dtype not in HALF_DTYPES:
+            return compute(x, *others, **options)
         if kind and (kernels := kernels_for(x, kind, name)) is not None:
             pairs = zip((x, *others), names, strict=False)
             if all(y.dtype == x.dtype for y, argument in pairs if argument in BY_ROW - {"inverse"}):
                 return getattr(kernels, name)(x, *others, **options)
-        return _of_halves(run, by_row, sums, [x, *others], options)
+        return _of_halves(compute, by_row, sums, [x, *others], options)
 
     return run
 

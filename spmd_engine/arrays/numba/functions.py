@@ -77,20 +77,15 @@ class FastFunctions:
         self._loops.round_to_bfloat16(x, y.view(np.int16))
         return y
 
-    def add_halves(self, x, y):
-        """x += y, of bfloat16, shaped as x or its last dims; False if the loop does not take these arrays."""
-        return self._of_halves(self._loops.add_halves, x, y)
-
-    def multiply_halves(self, x, y):
-        """x *= y; see ``add_halves``."""
-        return self._of_halves(self._loops.multiply_halves, x, y)
-
-    def _of_halves(self, loop, x, y):
+    def change_halves(self, name, x, y):
+        """x += y ("add_halves") or x *= y ("multiply_halves"), of bfloat16, y shaped as x or its last dims; False if
+        the loop does not take these arrays."""
         alike = x.dtype == y.dtype == bfloat16 and x.flags.c_contiguous and y.ndim
         if not alike or y.shape != x.shape[x.ndim - y.ndim :]:
             return False
         if x.size:
-            loop(*(z.view(np.int16).reshape(-1, prod(y.shape)) for z in (x, np.ascontiguousarray(y))))
+            halves = (z.view(np.int16).reshape(-1, prod(y.shape)) for z in (x, np.ascontiguousarray(y)))
+            getattr(self._loops, name)(*halves)
         return True
 
     def kept_where(self, x, flags):
