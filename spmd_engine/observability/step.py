@@ -16,7 +16,7 @@ from spmd_engine.pictures import Cell, Picture, listed, table, text
 from spmd_engine.planning.dry_run.model_shards import ModelShard
 from spmd_engine.planning.dry_run.step_analysis import KINDS, Communication, Phases, RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import NodeCapabilities
-from spmd_engine.planning.search.placement import annealed, tasks_of
+from spmd_engine.planning.search.placement import best_placement, tasks_of
 from spmd_engine.units import readable_bytes, readable_seconds
 
 # --- ``show communication``: what a rank sends in a step, and the computations that overlap with it
@@ -93,7 +93,7 @@ def _row_of_transfer(step: RankStep, place: MeshPosition, transfer: Communicatio
 def print_shards(shards: Sequence[ModelShard], nodes: Sequence[NodeCapabilities], console: Console) -> None:
     """Print the shards of all ranks and, if there are ``nodes``, the best placement of the ranks on them."""
     tasks = tasks_of(shards, nodes) if nodes else None
-    places = annealed(tasks) if tasks is not None else ()
+    places = best_placement(tasks) if tasks is not None else ()
     counted = ">bytes", ">GFLOP", ">activations", ">bytes sent"
     heads = "shard", "sharded", "layers", *counted, "sends to", "depends on", *(["node"] if places else [])
     rows = []
@@ -153,12 +153,7 @@ def print_step(analysis: StepAnalysis, rank: int, console: Console) -> None:
     console.print(f"largest peak {analysis.peak_bytes:,} bytes; below: rank {rank} (as {where})\n")
     console.print(_layers(step))
     console.print(_totals(analysis))
-    path = analysis.critical_path()
-    console.print(
-        f"critical path: {path.flops / 1e9:,.2f} GFLOP in {len(path.nodes):,} computations, through "
-        f"{len(path.classes):,} ranks in turn; this rank computes {step.flops / 1e9:,.2f}\n"
-    )
-    console.print(f"at its peak, in {step.peak_moment}, this rank holds {step.peak.bytes:,} bytes:")
+    console.print(f"\nat its peak, in {step.peak_moment}, this rank holds {step.peak.bytes:,} bytes:")
     for kind, name, size in step.peak.holds[:_MOST_HELD]:
         console.print(f"  {size:>15,}  {kind}{f': {name}' if name else ''}")
     if tables := analysis.tables_of_rank(rank):
