@@ -153,7 +153,12 @@ def print_step(analysis: StepAnalysis, rank: int, console: Console) -> None:
     console.print(f"largest peak {analysis.peak_bytes:,} bytes; below: rank {rank} (as {where})\n")
     console.print(_layers(step))
     console.print(_totals(analysis))
-    console.print(f"\nat its peak, in {step.peak_moment}, this rank holds {step.peak.bytes:,} bytes:")
+    path = analysis.critical_path()
+    console.print(
+        f"critical path: {path.flops / 1e9:,.2f} GFLOP in {len(path.nodes):,} computations, through "
+        f"{len(path.classes):,} ranks in turn; this rank computes {step.flops / 1e9:,.2f}\n"
+    )
+    console.print(f"at its peak, in {step.peak_moment}, this rank holds {step.peak.bytes:,} bytes:")
     for kind, name, size in step.peak.holds[:_MOST_HELD]:
         console.print(f"  {size:>15,}  {kind}{f': {name}' if name else ''}")
     if tables := analysis.tables_of_rank(rank):

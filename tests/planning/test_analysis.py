@@ -1,4 +1,4 @@
-"""What an analysis tells beside bytes and calls: FLOPs, memory, shards; and its command."""
+"""What an analysis tells beside bytes and calls: FLOPs, memory, shards, the critical path; and its command."""
 
 import json
 import tracemalloc
@@ -154,6 +154,14 @@ def test_shards_describe_the_parameters_of_a_rank():
     assert stored == step.before["parameters"] == pytest.approx(whole / 2, rel=0.05)
 
 
+def test_a_pipeline_waits_along_its_critical_path():
+    alone = analyze(GPT, {"data": 1}, **SIZES).critical_path()
+    step = analyze(GPT, {"pipe": 3}, ParallelConfig(zero=0), **SIZES)
+    path = step.critical_path()
+    assert path.classes[0] == 0 and set(path.classes) == {0, 1, 2}
+    assert max(each.step.flops for each in step.classes) < path.flops < alone.flops
+
+
 def test_ranks_with_equal_steps_are_one_class():
     analysis = analyze(ModelConfig("mlp"), {"data": 64, "row": 2}, batch_size=128)
     assert sorted(rank for each in analysis.classes for rank in each.ranks) == list(range(128))
@@ -164,7 +172,7 @@ def test_analyze_prints_a_page_and_json(capsys):
     command = ["analyze", "--model", "mlp", "--mesh", "pipe=2", "--micro-batches", "2"]
     main(command)
     page = capsys.readouterr().out
-    for words in ("layer_0", "at its peak", "memory of rank", "(P) parameters"):
+    for words in ("critical path", "layer_0", "at its peak", "memory of rank", "(P) parameters"):
         assert words in page
     main([*command, "--json"])
     said = json.loads(capsys.readouterr().out)

@@ -7,7 +7,7 @@ addition: a product of [m k] by [k n] has 2 m n k.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -342,6 +342,10 @@ class StepAnalysis:
                 sent[operation, axes] += rank_class.count * line[2]
         return {key: (calls[key], round(sent[key])) for key in calls}
 
+    def critical_path(self) -> CriticalPath:
+        """The longest chain of computations. Communication takes no time, but computations wait for it."""
+        return _longest_chain([rank_class.step for rank_class in self.classes])
+
     def as_json(self) -> dict[str, Any]:
         """The analysis as JSON."""
         plain: dict[str, Any] = asdict(self) | {"axes": axes_as_json(self.axes)}
@@ -352,3 +356,76 @@ class StepAnalysis:
             for (operation, axes), (calls, sent) in self.totals().items()
         ]
         return plain | {"bytes_sent": self.bytes_sent, "peak_bytes": self.peak_bytes_by_rank(), "totals": totals}
+
+
+# --- The critical path: the longest chain of computations through all ranks, by FLOPs, that the end of a step waits for
+
+
+Node = tuple[int, int]  # class of ranks, number of the computation
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """A chain of computations, each of which waits for the one before, on its own rank or on another."""
+
+    flops: int  #: FLOPs of the chain, which a step executes in sequence on any number of ranks
+    nodes: Sequence[Node]
+
+    @property
+    def classes(self) -> list[int]:
+        """The classes of ranks that the chain passes through, in order."""
+        passed = [number for number, _ in self.nodes]
+        return [number for index, number in enumerate(passed) if not index or passed[index - 1] != number]
+
+
+def _longest_chain(steps: Sequence[RankStep]) -> CriticalPath:
+    """Executes the steps of all classes of ranks, and notes what each computation waited for."""
+    keys = [list(_list_keys(step)) for step in steps]
+    parties: dict[Any, set[int]] = defaultdict(set)
+    for number, of_class in enumerate(keys):
+        for key, call in of_class:
+            parties[key].update([number] if call.peer is not None else call.classes)
+    done: list[list[int]] = [[] for _ in steps]  # FLOPs before the end of each computation
+    after: dict[Node, Node | None] = {}  # what each computation waited for
+    #: for each communication, by class: the FLOPs before it began, and the computation before it
+    begun: dict[Any, dict[int, tuple[int, Node | None]]] = defaultdict(dict)
+
+    def advance(number: int) -> bool:
+        """Execute one class of ranks until it waits; return whether it executed a computation."""
+        ended, first = done[number], len(done[number])
+        while True:
+            index = len(ended)
+            last = (ended[-1], (number, index - 1)) if ended else (0, None)
+            for key, call in keys[number]:
+                if call.begins <= index:
+                    begun[key].setdefault(number, last)
+            waits = [key for key, call in keys[number] if call.ends == index and call.operation != "send"]
+            if index == len(steps[number].computations) or any(set(begun[key]) < parties[key] for key in waits):
+                return index > first
+            flops, node = max([last, *(end for key in waits for end in begun[key].values())], key=lambda x: x[0])
+            ended.append(flops + steps[number].computations[index].flops)
+            after[number, index] = node
+
+    while any([advance(number) for number in range(len(steps))]):
+        pass  # if none advances before the end, the rest waits for calls that are not recorded: the path ends there
+    ends = [(flops[-1], number) for number, flops in enumerate(done) if flops]
+    if not ends:
+        return CriticalPath(0, ())
+    flops, number = max(ends)
+    nodes, node = [], (number, len(done[number]) - 1)
+    while node is not None:
+        nodes.append(node)
+        node = after[node]
+    return CriticalPath(flops, nodes[::-1])
+
+
+def _list_keys(step: RankStep) -> Iterator[tuple[Any, Communication]]:
+    """A key for each communication, equal on all ranks that take part in it."""
+    counts: dict[Any, int] = defaultdict(int)
+    for communication in step.communications:
+        if communication.peer is not None:
+            key: Any = ("message", communication.axes, communication.ends_of_message, communication.classes)
+        else:
+            key = (communication.where, communication.classes)
+        counts[key] += 1
+        yield (key, counts[key]), communication
