@@ -20,7 +20,7 @@ from spmd_engine.planning import Samples, analyze_engine
 from spmd_engine.planning import analyze as analyze_step
 from spmd_engine.planning.dry_run.model_shards import model_shards
 from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.search.placement import best_placement, tasks_of
+from spmd_engine.planning.search.placement import annealed, tasks_of
 from spmd_engine.training.data.array_file import read_arrays
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import optimizer_of, step_of
@@ -82,7 +82,7 @@ def analyze(
         nodes = read_machine(machine).with_ranks(ranks).capabilities(job.model.dtype) if machine is not None else []
         listed = model_shards(analysis)
         if as_json:
-            places = best_placement(tasks_of(listed, nodes)) if nodes else ()
+            places = annealed(tasks_of(listed, nodes)) if nodes else ()
             shown = {"shards": list(map(asdict, listed)), "nodes": list(map(asdict, nodes)), "places": places}
             click.echo(json.dumps(shown))
         else:

@@ -47,6 +47,7 @@ from spmd_engine.runtime.mpi_job import find_mpiexec
 EXTRAS = {
     "numba": ("fast", "compiled loops, which speed up most steps"),
     "cupy": ("cuda13", "training on GPUs"),
+    "scipy": ("planning", "the exact search of 'plan'"),
     "tokenizers": ("hf", "tokenizers of published models"),
     "jinja2": ("hf", "chat templates"),
     "pyarrow": ("data", "Parquet tables, and files compressed by zstd"),

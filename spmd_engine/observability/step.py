@@ -16,7 +16,7 @@ from spmd_engine.pictures import Cell, Picture, listed, table, text
 from spmd_engine.planning.dry_run.model_shards import ModelShard
 from spmd_engine.planning.dry_run.step_analysis import KINDS, Communication, Phases, RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import NodeCapabilities
-from spmd_engine.planning.search.placement import best_placement, tasks_of
+from spmd_engine.planning.search.placement import annealed, tasks_of
 from spmd_engine.units import readable_bytes, readable_seconds
 
 # --- ``show communication``: what a rank sends in a step, and the computations that overlap with it
@@ -93,7 +93,7 @@ def _row_of_transfer(step: RankStep, place: MeshPosition, transfer: Communicatio
 def print_shards(shards: Sequence[ModelShard], nodes: Sequence[NodeCapabilities], console: Console) -> None:
     """Print the shards of all ranks and, if there are ``nodes``, the best placement of the ranks on them."""
     tasks = tasks_of(shards, nodes) if nodes else None
-    places = best_placement(tasks) if tasks is not None else ()
+    places = annealed(tasks) if tasks is not None else ()
     counted = ">bytes", ">GFLOP", ">activations", ">bytes sent"
     heads = "shard", "sharded", "layers", *counted, "sends to", "depends on", *(["node"] if places else [])
     rows = []

@@ -67,7 +67,8 @@ def plan(
     sequence_parallel, schedule, chunks, recompute, stages. ``axes`` are the mesh axes to consider, ``sequence`` the
     tokens of a sample (None: the model's context), ``base`` the options that are not searched, and ``seconds`` the
     processor time after which all searches and simulations stop; then the result is ``late``. ``placement`` says how
-    ranks of unequal nodes are placed on the mesh: "order" as the machine lists them, "auto" by simulations.
+    ranks of unequal nodes are placed on the mesh: "order" as the machine lists them, "greedy", "assign", "anneal" or
+    "genetic" by the costs of single ranks, "auto" by simulations.
     ``fallback`` has what a plan may do where nothing else fits: "split", stages of different sizes, "offload", and
     "assign", a helper rank for a rank that lacks memory.
     In the result ``plan`` is None if nothing fits; then ``why_not`` gives the reason.

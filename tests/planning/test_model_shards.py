@@ -13,7 +13,7 @@ from spmd_engine.models import gpt
 from spmd_engine.planning.dry_run.analyze import Samples, analyze, analyze_engine
 from spmd_engine.planning.dry_run.model_shards import model_shards
 from spmd_engine.planning.machine.files import parse_machine, toml_of
-from spmd_engine.planning.search.placement import best_placement, tasks_of
+from spmd_engine.planning.search.placement import annealed, tasks_of
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from support import tiny
@@ -129,7 +129,7 @@ def test_the_capabilities_of_nodes():
 def test_shards_are_placed_as_well_as_possible():
     analysis = analyze(GPT, {"data": 2, "pipe": 2}, ParallelConfig(), batch_size=64, micro_batches=2)
     tasks = tasks_of(model_shards(analysis), UNEQUAL.capabilities())
-    places = best_placement(tasks)
+    places = annealed(tasks)
     assert tasks.cost(places) == pytest.approx(tasks.cost(exact(tasks)))
     assert np.bincount(places).tolist() == [2, 1, 1]
 

@@ -1,13 +1,15 @@
-"""Placement: local searches compared with the exact optimum, with all kinds of constraints."""
+"""Placement: annealing and a genetic search compared with the exact optimum, with all kinds of constraints."""
 
-from itertools import product
+from functools import partial
+from itertools import permutations, product
 from math import inf
 
 import numpy as np
 import pytest
 
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.search.placement import Tasks, best_placement, shares
+from spmd_engine.planning.search.placement import Tasks, annealed, assigned, evolved, shares
+from support.pairwise import in_turn
 from support.placements import exact
 
 
@@ -25,17 +27,18 @@ def drawn(seed, tasks=8, nodes=3, **constraints):
     )
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_local_searches_are_within_one_percent_of_the_exact_optimum(seed):
+@in_turn(2, search={"annealed": annealed, "evolved": partial(evolved, generations=150, population=40)}, seed=range(3))
+def test_within_one_percent_of_the_exact_optimum(search, seed):
     tasks = drawn(seed, tasks=7)
-    found = best_placement(tasks)
+    found = search(tasks)
     assert tasks.fits(found)
     assert tasks.cost(found) <= 1.01 * tasks.cost(exact(tasks))
 
 
-def test_tasks_stay_together_within_the_capacity_of_nodes():
+@pytest.mark.parametrize("search", [annealed, partial(evolved, generations=150, population=40)])
+def test_tasks_stay_together_within_the_capacity_of_nodes(search):
     tasks = drawn(5, together=[(0, 1)], most=3)
-    found = best_placement(tasks)
+    found = search(tasks)
     assert tasks.fits(found)
     assert found[0] == found[1]
     assert max(map(found.count, found)) == 3
@@ -43,7 +46,15 @@ def test_tasks_stay_together_within_the_capacity_of_nodes():
 
 def test_what_cannot_be_placed_is_an_error():
     with pytest.raises(UsageError, match="no placement of 8 tasks"):
-        best_placement(drawn(1, most=2))
+        annealed(drawn(1, most=2))
+
+
+def test_an_assignment_is_the_best_of_all_permutations():
+    pytest.importorskip("scipy")
+    cost = np.random.default_rng(2).random((5, 5))
+    found = assigned(cost)
+    best = min(permutations(range(5)), key=lambda order: sum(cost[t, n] for t, n in enumerate(order)))
+    assert found == best
 
 
 def test_shares_follow_speeds():

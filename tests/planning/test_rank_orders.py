@@ -16,7 +16,7 @@ from spmd_engine.planning.plan_result import PlanFile, Request
 from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search import rank_order
 from spmd_engine.planning.search.improve import Budget
-from spmd_engine.planning.search.placement import Tasks, best_placement
+from spmd_engine.planning.search.placement import Tasks, annealed, evolved
 from spmd_engine.planning.search.rank_order import RankOrders, best_orders, proposed_orders
 from spmd_engine.planning.simulator.simulation import simulate
 
@@ -68,9 +68,17 @@ def least_cost(tasks):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_local_searches_are_within_two_percent_of_the_best_of_all_placements(seed):
+def test_annealing_is_within_two_percent_of_the_best_of_all_placements(seed):
     tasks = drawn_tasks(seed)
-    found = best_placement(tasks)
+    found = annealed(tasks)
+    assert tasks.fits(found) and tasks.cost(found) <= WITHIN * least_cost(tasks)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(0, 50, 5))
+def test_a_genetic_search_is_within_two_percent_of_the_best_of_all_placements(seed):
+    tasks = drawn_tasks(seed)
+    found = evolved(tasks)
     assert tasks.fits(found) and tasks.cost(found) <= WITHIN * least_cost(tasks)
 
 
@@ -117,7 +125,7 @@ def test_orders_near_to_proposed_ones_are_within_two_percent_of_the_best_of_all(
             seconds[order] = simulate(analysis, machine.placed(order)).seconds
         return (seconds[order],)
 
-    proposed = proposed_orders(analysis, orders, [node.memory for _, node in machine.places])
+    proposed = proposed_orders("auto", analysis, orders, [node.memory for _, node in machine.places])
     found, *_ = best_orders(orders, score, proposed, Budget(np.inf))
     tried = len(seconds)
     assert score(found)[0] <= WITHIN * min(score(order)[0] for order in orders.all())

@@ -61,7 +61,7 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
     "--placement",
     type=Choice(PLACEMENTS),
     default="auto",
-    help="How ranks of unequal nodes are placed on the mesh: by simulations, or as listed.",
+    help="How ranks of unequal nodes are placed on the mesh: by simulations, as listed, or by costs of single ranks.",
 )
 @rare_option(
     "--fallback",

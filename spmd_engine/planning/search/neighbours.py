@@ -78,7 +78,8 @@ def with_order(plans: PlanSearch, candidate: Candidate) -> Iterator[Candidate]:
     if plan.evaluation is None or given or not orders.matter or not 1 < candidate.ranks <= MOST_RANKS:
         return
     listed, few, stages = tuple(range(candidate.ranks)), orders.few(), request.fixed.get("stages")
-    left, budget = plans.budget.left, plans.budget.part(most=plans.orders_left)
+    searched, left = request.placement == "auto", plans.budget.left
+    budget = plans.budget.part(most=plans.orders_left) if searched else plans.budget
 
     def in_order(order: Order, **changes: Any) -> Candidate:
         return replace(candidate, order=None if order == listed else order, **changes)
@@ -87,18 +88,22 @@ def with_order(plans: PlanSearch, candidate: Candidate) -> Iterator[Candidate]:
         return plans.estimate(in_order(order, stages=stages))
 
     def near(other: Candidate) -> Iterator[Candidate]:
+        if not searched:
+            return
         order = other.order or listed
         if (estimate := divided(order)) is not None:
             yield estimate.candidate
         yield from (in_order(neighbour, stages=other.stages) for neighbour in few or orders.near(order))
 
-    proposed = proposed_orders(plan.evaluation.analysis, orders, request.limits.memory_by_rank(orders.machine))
-    if candidate.pipe > 1 and stages is None:
+    proposed = proposed_orders(
+        request.placement, plan.evaluation.analysis, orders, request.limits.memory_by_rank(orders.machine)
+    )
+    if searched and candidate.pipe > 1 and stages is None:
         estimated = lambda order: (estimate.seconds if (estimate := divided(order)) else float("inf"),)
         proposed = [proposed[0], *best_orders(orders, estimated, proposed, budget)[:SHOWN_PLANS]]
     estimates = [estimate for order in dict.fromkeys(proposed[1:]) if (estimate := divided(order)) is not None]
     starts = [candidate, *(estimate.candidate for estimate in estimates)]
-    starts += [] if few else [in_order(order, stages=candidate.stages) for order in orders.drawn()]
+    starts += [] if few or not searched else [in_order(order, stages=candidate.stages) for order in orders.drawn()]
     price = lambda other: plans.price(plans.plan(other))
     best = improved(starts, near, price, budget, descents=1 if few else len(starts))[0]
     plans.orders_left -= left - plans.budget.left

@@ -1,19 +1,21 @@
 """Places tasks on nodes: stages, shards or experts that compute, hold bytes, and send bytes to each other.
 
-With communication between tasks this is a quadratic assignment, which local searches solve approximately.
+Without communication between tasks the problem is an assignment, which is solved exactly. Otherwise it is a quadratic
+assignment, solved approximately by annealing or a genetic search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from math import inf
+from math import exp, inf
 from random import Random
 
 import numpy as np
 
 from spmd_engine.errors import UsageError
+from spmd_engine.importing import library
 from spmd_engine.planning.dry_run.model_shards import ModelShard
 from spmd_engine.planning.machine.machine import NodeCapabilities
 from spmd_engine.planning.search.improve import Budget, improved
@@ -91,6 +93,17 @@ def bytes_between(shards: Sequence[ModelShard], tasks: Sequence[int]) -> np.ndar
     return sent
 
 
+def assigned(cost: np.ndarray) -> Places:
+    """Tasks on nodes, one per node, with the least sum of ``cost[task, node]``: exact (Kuhn, 1955; SciPy's).
+
+    Raises UsageError where SciPy is missing, or tasks are more than nodes.
+    """
+    optimize = library("scipy.optimize", "an assignment needs SciPy", "planning")
+    if cost.shape[0] > cost.shape[1]:
+        raise UsageError(f"{cost.shape[0]} tasks on {cost.shape[1]} nodes, one per node: there are too few nodes")
+    return tuple(int(node) for node in optimize.linear_sum_assignment(cost)[1])
+
+
 def first_fit(tasks: Tasks, random: Random | None = None) -> Places | None:
     """A placement that fits, by placing groups in descending size; None if none was found."""
     random = random or Random(0)
@@ -131,26 +144,39 @@ def _fill(tasks: Tasks, order: Sequence[tuple[int, ...]], at: list[int], random:
     return True
 
 
-def best_placement(tasks: Tasks, *, starts: int = 8, seed: int = 0) -> Places:
-    """The best of local searches from ``starts`` placements, in each of which groups have been moved at random: a
-    group moves, or two groups are exchanged, as long as the slowest node gets faster.
-
-    Raises UsageError if no placement that fits was found.
+def annealed(tasks: Tasks, *, turns: int = 1000, restarts: int = 16, seed: int = 0) -> Places:
+    """Simulated annealing (Kirkpatrick et al., 1983): a group moves, or two groups are exchanged; the best of
+    ``restarts``. Raises UsageError if no initial placement that fits was found.
     """
-    random, groups, drawn = Random(seed), _groups(tasks), []
-    for _ in range(starts):
-        if (places := first_fit(tasks, random)) is None:
-            raise UsageError(
-                f"no placement of {tasks.count} tasks on {tasks.nodes} nodes was found that keeps all constraints: "
-                f"they need {tasks.size.sum():g} bytes of {tasks.room.sum():g}"
-            )
-        for one, other in (random.choices(groups, k=2) for _ in range(3 * len(groups))):
-            exchanged = {one: places[other[0]], other: places[one[0]]}
-            changed = _moved(places, random.choice([exchanged, {one: random.randrange(tasks.nodes)}]))
-            places = changed if tasks.fits(changed) else places
-        drawn.append(places)
-    near = lambda places: filter(tasks.fits, _list_moves(tasks, groups, places))
-    return improved(drawn, near, lambda places: (tasks.cost(places),), Budget(inf), descents=starts)[0]
+    random = Random(seed)
+    return min((_anneal(tasks, turns, random) for _ in range(restarts)), key=tasks.cost)
+
+
+def _anneal(tasks: Tasks, turns: int, random: Random) -> Places:
+    current = _require_fitting(first_fit(tasks, random), tasks)
+    groups, cost = _groups(tasks), tasks.cost(current)
+    best, least = current, cost
+    temperature = 0.3 * cost
+    cooling = (1e-4) ** (1 / max(turns, 1))
+    for _ in range(turns):
+        temperature *= cooling
+        candidate = _change_at_random(tasks, groups, current, random)
+        if not tasks.fits(candidate):
+            continue
+        candidate_cost = tasks.cost(candidate)
+        if candidate_cost <= cost or random.random() < exp((cost - candidate_cost) / max(temperature, 1e-30)):
+            current, cost = candidate, candidate_cost
+            if cost < least:
+                best, least = current, cost
+    return _descend(tasks, groups, best)
+
+
+def _change_at_random(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places, random: Random) -> Places:
+    group = random.choice(groups)
+    if random.random() < 0.5 or len(groups) < 2:
+        return _moved(current, {group: random.randrange(tasks.nodes)})
+    other = random.choice(groups)
+    return _moved(current, {group: current[other[0]], other: current[group[0]]})
 
 
 def _moved(current: Places, to: Mapping[tuple[int, ...], int]) -> Places:
@@ -162,6 +188,12 @@ def _moved(current: Places, to: Mapping[tuple[int, ...], int]) -> Places:
     return tuple(at)
 
 
+def _descend(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places) -> Places:
+    """The local optimum that moves of single groups reach."""
+    near = lambda places: filter(tasks.fits, _list_moves(tasks, groups, places))
+    return improved([current], near, lambda places: (tasks.cost(places),), Budget(inf))[0]
+
+
 def _list_moves(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places) -> Iterator[Places]:
     for number, group in enumerate(groups):
         for node in range(tasks.nodes):
@@ -170,6 +202,38 @@ def _list_moves(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places
             mine, theirs = current[group[0]], current[other[0]]
             if mine != theirs:
                 yield _moved(current, {group: theirs, other: mine})
+
+
+def evolved(tasks: Tasks, *, generations: int = 1000, population: int = 100, seed: int = 0) -> Places:
+    """A genetic search: a child takes the node of each group from either parent, then mutates; the best half survives.
+
+    Raises UsageError if no initial placement that fits was found.
+    """
+    random = Random(seed)
+    groups = _groups(tasks)
+    survivors = [_require_fitting(first_fit(tasks, random), tasks) for _ in range(population)]
+    price: Callable[[Places], float] = tasks.cost
+    for _ in range(generations):
+        survivors = sorted(set(survivors), key=price)[: population // 2]
+        children = []
+        while len(survivors) + len(children) < population:
+            parent, other_parent = random.choice(survivors), random.choice(survivors)
+            mutated = _moved(parent, {group: other_parent[group[0]] for group in groups if random.random() < 0.5})
+            for _ in range(random.randrange(3)):
+                mutated = _change_at_random(tasks, groups, mutated, random)
+            children.append(mutated if tasks.fits(mutated) else parent)
+        survivors += children
+    return _descend(tasks, groups, min(survivors, key=price))
+
+
+def _require_fitting(places: Places | None, tasks: Tasks) -> Places:
+    if places is None:
+        need, room = float(tasks.size.sum()), float(tasks.room.sum())
+        raise UsageError(
+            f"no placement of {tasks.count} tasks on {tasks.nodes} nodes was found that keeps all constraints: "
+            f"they need {need:g} bytes of {room:g}"
+        )
+    return places
 
 
 def shares(speeds: Sequence[float], whole: int) -> tuple[int, ...]:

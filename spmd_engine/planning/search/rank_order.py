@@ -12,12 +12,12 @@ from spmd_engine.planning.dry_run.model_shards import model_shards
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.improve import Budget, Score, improved
-from spmd_engine.planning.search.placement import Tasks, best_placement, bytes_between, first_fit
+from spmd_engine.planning.search.placement import Tasks, annealed, assigned, bytes_between, evolved, first_fit
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
 
 Order = tuple[int, ...]  #: the rank of the machine at each position of the mesh
 
-PLACEMENTS = ("auto", "order")
+PLACEMENTS = ("auto", "order", "greedy", "assign", "anneal", "genetic")
 MOST_TRIED = 120  #: orders that are all tried; of more, those near to good ones
 DRAWN_STARTS = 2  #: orders drawn at random, near to which others are tried
 
@@ -112,19 +112,29 @@ def best_orders(orders: RankOrders, score: Score, starts: Sequence[Order], budge
     return improved([*starts, *orders.drawn()], orders.near, score, budget, descents=len(starts) + DRAWN_STARTS)
 
 
-def proposed_orders(analysis: StepAnalysis, orders: RankOrders, room: Sequence[float]) -> list[Order]:
-    """The machine's own order, and those that are best by the costs of single ranks.
+def proposed_orders(placement: str, analysis: StepAnalysis, orders: RankOrders, room: Sequence[float]) -> list[Order]:
+    """The orders that a placement proposes by the costs of single ranks; the machine's own is always one of them.
 
-    ``room`` are the bytes that each rank of the machine may hold.
+    ``room`` are the bytes that each rank of the machine may hold. Raises UsageError for "assign" without SciPy.
     """
     order, machine = tuple(range(analysis.ranks)), orders.machine
+    if placement == "order":
+        return [order]
     tasks = tasks_on_ranks(analysis, machine, room)
-    if (greedy := first_fit(tasks)) is None:  # no rank has room for some part: memory is left to the score
+    if first_fit(tasks) is None:  # no rank has room for some part: memory is left to the score
         tasks = tasks_on_ranks(analysis, machine, [float("inf")] * machine.ranks)
-        greedy = first_fit(tasks)
-    if few := orders.few():
+    if placement in ("auto", "anneal", "genetic") and (few := orders.few()):
         return [order, min(filter(tasks.fits, few), key=tasks.cost, default=order)]
-    return [order, *([greedy, best_placement(tasks)] if greedy is not None else [])]
+    methods = {"greedy": first_fit, "assign": _assign_by_mean, "anneal": annealed, "genetic": evolved}
+    chosen = ["greedy", "anneal"] if placement == "auto" else [placement]
+    return [order, *(tuple(places) for name in chosen if (places := methods[name](tasks)) is not None)]
+
+
+def _assign_by_mean(tasks: Tasks) -> Order:
+    """The assignment with the least sum of work and of sending over a mean link, where each rank has room."""
+    to_others = tasks.seconds_a_byte.sum(axis=1) / max(tasks.nodes - 1, 1)
+    cost = tasks.work + tasks.sent.sum(axis=1)[:, None] * to_others
+    return assigned(np.where(tasks.size[:, None] <= tasks.room, cost, 1e6 * cost.max()))
 
 
 def tasks_on_ranks(analysis: StepAnalysis, machine: Machine, room: Sequence[float]) -> Tasks:
