@@ -73,6 +73,7 @@ STATE = {
     "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",
     "configuration.py: settings_of": "the cache of a pure function",
     "configuration.py: _types": "the cache of a pure function",
+    "configuration.py: _checked_default": "the cache of a pure function",
     "configuration.py: _type": "the cache of a pure function",
     "checkpoints/format/manifest.py: _wrong_with": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",

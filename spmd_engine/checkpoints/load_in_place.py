@@ -32,7 +32,7 @@ from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_file import read_header
 from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.sharding.placement import ArrayPlacement, Rectangles
-from spmd_engine.sharding.rectangles import Rectangle, overlaps
+from spmd_engine.sharding.rectangles import Rectangle, intersected
 
 AT_ONCE = 64 << 20  #: bytes, approximately, of temporary arrays for shards that cannot be read into
 UNEVEN = 8 << 20  #: bytes that a rank may check more than others, so that fewer ranks read one file
@@ -172,7 +172,7 @@ def _shares(bounds: np.ndarray, held: Sequence[Rectangles], rank: int, node_rank
     needs = np.zeros((len(bounds), len(node_ranks)), bool)
     for number, node_rank in enumerate(node_ranks):
         for rectangle in held[node_rank]:
-            needs[:, number] |= overlaps(bounds, rectangle)
+            needs[:, number] |= intersected(bounds, rectangle)
     shares = []
     for number in np.flatnonzero(needs.any(axis=1)).tolist():
         block, part, place = Rectangle(*map(tuple, bounds[number].tolist())), None, ()

@@ -36,7 +36,7 @@ from spmd_engine.formats.safetensors_file import read_header, tensors_of
 from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.formats.tensor import PlainTensor
 from spmd_engine.layers.contract import check_argument
-from spmd_engine.sharding.rectangles import Rectangle, overlaps
+from spmd_engine.sharding.rectangles import Rectangle, intersected
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ EXPORTED = "parameters.safetensors"  #: the plain file that a folder may hold in
 class Checkpoint(Mapping):
     """Parameters and buffers by name, of a checkpoint's folder, of the newest one of a run, or of a safetensors file.
 
-    A slice reads only the blocks that it overlaps, and checks their hashes. Raises CheckpointError if there is no
+    A slice reads only the blocks that it intersected, and checks their hashes. Raises CheckpointError if there is no
     checkpoint, or if it is damaged.
     """
 
@@ -286,7 +286,7 @@ def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarr
     def read(spans: tuple[slice, ...]) -> np.ndarray:
         wanted = Rectangle.of(spans)
         out = np.empty(wanted.shape, dtype)
-        for number in np.flatnonzero(overlaps(array.bounds, wanted)).tolist():
+        for number in np.flatnonzero(intersected(array.bounds, wanted)).tolist():
             block = array.blocks[number]
             shared = block.rectangle & wanted
             place = out[shared.within(wanted).index or ...]

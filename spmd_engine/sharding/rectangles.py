@@ -118,7 +118,7 @@ def intersections(
     return start, stop, (stop - start).prod(axis=-1)
 
 
-def overlaps(bounds: np.ndarray, one: Rectangle) -> np.ndarray:
+def intersected(bounds: np.ndarray, one: Rectangle) -> np.ndarray:
     """Which of the rectangles with starts and stops ``bounds[rectangles 2 dims]`` share an element with ``one``."""
     return (np.maximum(bounds[:, 0], one.start) < np.minimum(bounds[:, 1], one.stop)).all(axis=1)
 
