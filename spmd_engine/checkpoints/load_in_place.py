@@ -128,7 +128,7 @@ def _move(staged: list[tuple[Wanted, np.ndarray]]) -> None:
     staged.clear()
 
 
-class _Share(NamedTuple):
+class _BlockOfNode(NamedTuple):
     """A block of which ranks of this node need a part."""
 
     number: int  #: among the blocks of its array
@@ -148,7 +148,9 @@ def _parts_of_rank(
     not much more, if it has already read that file's header.
     """
     loads, readers = dict.fromkeys(node_ranks, 0), {}  # bytes to check, by rank; the last checking rank, by file
-    shares: dict[tuple[int, int], list[_Share]] = {}  # equal layers, and all state of a parameter, have equal ones
+    shares: dict[
+        tuple[int, int], list[_BlockOfNode]
+    ] = {}  # equal layers, and all state of a parameter, have equal ones
     for array in arrays:
         bounds = array.stored.bounds
         kind = id(array.placed), id(bounds)
@@ -167,7 +169,7 @@ def _parts_of_rank(
             yield array, parts
 
 
-def _shares(bounds: np.ndarray, held: Sequence[Rectangles], rank: int, node_ranks: Sequence[int]) -> list[_Share]:
+def _shares(bounds: np.ndarray, held: Sequence[Rectangles], rank: int, node_ranks: Sequence[int]) -> list[_BlockOfNode]:
     """The blocks, ``bounds[blocks 2 dims]``, of which ranks of this node need a part."""
     needs = np.zeros((len(bounds), len(node_ranks)), bool)
     for number, node_rank in enumerate(node_ranks):
@@ -181,7 +183,7 @@ def _shares(bounds: np.ndarray, held: Sequence[Rectangles], rank: int, node_rank
             (shard,) = held[rank]
             part = block & shard
             place = (..., *part.within(shard).index)
-        shares.append(_Share(number, ranks, block.size, part, place))
+        shares.append(_BlockOfNode(number, ranks, block.size, part, place))
     return shares
 
 

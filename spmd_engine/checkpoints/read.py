@@ -46,7 +46,7 @@ EXPORTED = "parameters.safetensors"  #: the plain file that a folder may hold in
 class Checkpoint(Mapping):
     """Parameters and buffers by name, of a checkpoint's folder, of the newest one of a run, or of a safetensors file.
 
-    A slice reads only the blocks that it intersected, and checks their hashes. Raises CheckpointError if there is no
+    A slice reads only the blocks that it overlaps, and checks their hashes. Raises CheckpointError if there is no
     checkpoint, or if it is damaged.
     """
 
