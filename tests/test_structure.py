@@ -77,6 +77,7 @@ STATE = {
     "configuration.py: _type": "the cache of a pure function",
     "checkpoints/format/manifest.py: _wrong_with": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",
+    "sharding/placement.py: along": "the cache of a pure function, for one call of another",
     "sharding/routes.py: _parts": "the cache of a pure function",
     "sharding/halos.py: plan_halos": "the cache of a pure function",
     "sharding/resharding.py: _exchange_plan": "the cache of a pure function",
