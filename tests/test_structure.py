@@ -237,8 +237,8 @@ ROOMS = {
         r"is_half|HALF_DTYPES|masters?$|HalfPrecision|HalfRows",
         """
         arrays/einsum_lowering.py arrays/elementwise.py arrays/fused.py arrays/images.py arrays/numba/kernels.py
-        arrays/precision.py arrays/products.py checkpoints/read.py comm/blocks.py comm/calls.py engine/optimizers.py
-        engine/pipeline.py engine/zero/compression.py losses.py sharding/shards.py
+        arrays/precision.py arrays/products.py checkpoints/read.py comm/blocks.py comm/collectives.py
+        engine/optimizers.py engine/pipeline.py engine/zero/compression.py losses.py sharding/shards.py
         """,
     ),
     "uneven stages and shares": (
