@@ -53,7 +53,7 @@ STATE = {
     "arrays/attention.py: _parts": "the cache of a pure function",
     "arrays/attention.py: _rows_and_keys": "the cache of a pure function",
     "arrays/backend.py: ones": "the cache of a pure function",
-    "formats/text_documents.py: _pair_among": "the cache of a pure function",
+    "formats/text_documents.py: _alone_among": "the cache of a pure function",
     "formats/text_documents.py: _usual_among": "the cache of a pure function",
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
