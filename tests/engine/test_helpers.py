@@ -14,8 +14,7 @@ from spmd_engine.engine.build import build_engine
 from spmd_engine.engine.helpers import PartedPasses, parse_assign, passes_of
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.schedules.schedule import Backward, Compute, Forward, MoveGradients, Schedule
-from spmd_engine.engine.schedules.timeline import check_programs
+from spmd_engine.engine.schedules.schedule import Backward, Compute, Forward, MoveGradients, Schedule, check_programs
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.models.decoder import GPT_SIZES
 from spmd_engine.models.lora import LoRAOptions
