@@ -286,7 +286,7 @@ def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarr
     def read(spans: tuple[slice, ...]) -> np.ndarray:
         wanted = Rectangle.of(spans)
         out = np.empty(wanted.shape, dtype)
-        for number in np.flatnonzero(intersected(array.bounds, wanted)).tolist():
+        for number in np.flatnonzero(intersected(array.bounds, np.array([wanted], np.int64))).tolist():
             block = array.blocks[number]
             shared = block.rectangle & wanted
             place = out[shared.within(wanted).index or ...]
