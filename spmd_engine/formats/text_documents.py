@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import MOST_BYTES, SURROGATE, bounded, parse_json, reading, reason
+from spmd_engine.foreign import MOST_BYTES, SURROGATE, bounded, distinct, parse_json, reading, reason
 from spmd_engine.importing import library
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,11 @@ Message = Mapping[str, Any]
 Rows = Iterator[tuple[int, Any]]  #: the place of each row, and its content
 Columns = Mapping[str, str]  #: the names of columns or keys, by what they hold: {"text": "article"}
 
-EMPTY, NO_ANSWER = "empty", "without an answer"  #: why a row is left out
+EMPTY, NO_ANSWER, NO_TEXT = (
+    "empty",
+    "without an answer",
+    "a number or a list instead of a text",
+)  #: why a row is left out
 
 
 class Document(NamedTuple):
@@ -63,6 +67,7 @@ class Document(NamedTuple):
         with _opened(self.file) as file:
             while chunk := file.read(CHUNK):
                 decoder.decode(chunk)  # only checked
+                _check_zeros(chunk, self.file)
                 yield chunk
             decoder.decode(b"", final=True)
 
@@ -222,7 +227,8 @@ def _whole_file(name: str, large: int) -> Document:
     if os.stat(name).st_size > large or Path(name.lower()).suffix in _UNPACK:
         return Document(file=name, source=name)
     with _opened(name) as file:
-        return Document(file.read().decode(), source=name)
+        _check_zeros(content := file.read(), name)
+        return Document(content.decode(), source=name)
 
 
 @contextmanager
@@ -345,6 +351,11 @@ def _check_head(head: bytes, name: str) -> None:
             pass
 
 
+def _check_zeros(content: bytes, name: str) -> None:
+    if (at := content.find(b"\0")) >= 0:
+        raise UsageError(f"{name} is no text: it has a byte of zero after {content[max(0, at - 20) : at]!r}")
+
+
 def _encoding_of(sample: bytes) -> str | None:
     """The encoding of a text that is no UTF-8, if its bytes show it."""
     for encoding in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
@@ -415,7 +426,7 @@ def _json_lines(
             continue
         text = block.decode()
         is_ascii, begin = len(text) == len(block), 0
-        may_be_odd = "\\u" in text and SURROGATE.search(text)  # a lone surrogate, which is no character
+        may_be_odd = _may_be_odd(text, columns, text.count("\n") + (text[-1] != "\n"))
         while begin < len(text):
             stop = text.find("\n", begin)
             stop = len(text) if stop < 0 else stop
@@ -433,31 +444,48 @@ def _json_lines(
 
 def _parsed(line: str, where: str) -> Any:
     try:
-        content = json.loads(line)
+        return _mended(json.loads(line, object_pairs_hook=distinct), line)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: this line cannot be read as JSON: {reason(error)}") from error
-    if SURROGATE.search(line):
-        pairs = json.dumps(content, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
-        content = json.loads(pairs.decode("utf-16-le", "replace"))
-    return content
+
+
+def _may_be_odd(text: str, columns: Columns | None, rows: int, begin: int = 0, end: int | None = None) -> bool:
+    """Whether so many rows in a part of a text may have half of a surrogate pair, which is no character, or twice a key
+    that is read."""
+    if text.find("\\", begin, end) >= 0 and SURROGATE.search(text, begin, ALL if end is None else end):
+        return True
+    with suppress(StopIteration, ValueError):
+        first, _ = _scan_once(text, text.find("{", begin))
+        known = set(columns.values()) if columns else _KNOWN
+        return any(text.count(f'"{name}":', begin, end) > rows for name in first if name in known)
+    return False
+
+
+def _mended(content: Any, text: str) -> Any:
+    """What a text in JSON has, with a sign for each half of a surrogate pair."""
+    if not SURROGATE.search(text):
+        return content
+    pairs = json.dumps(content, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+    return json.loads(pairs.decode("utf-16-le", "replace"))
 
 
 _SPACES, _COMMA = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n]*,[ \t\r\n]*")
-_decoder = json.JSONDecoder()
-_scan, _scan_once = _decoder.raw_decode, _decoder.scan_once  # type: ignore[attr-defined]
+_scan = json.JSONDecoder(object_pairs_hook=distinct).raw_decode
+_scan_once = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
     """The elements of an array, or objects one after the other. A single object without any of the usual keys, as a
     program's settings are, is a text."""
     decoder, held, at, ended, in_array, number = codecs.getincrementaldecoder("utf-8")(), "", 0, False, False, 0
-    began = closed = False
+    began = closed = is_odd = False
     while True:
         at = _SPACES.match(held, at).end()  # type: ignore[union-attr]
-        if number and not closed:
-            items, at = _items_in(held, at, in_array)
-            yield from zip(count(number + 1), items, strict=False)
-            number += len(items)
+        if number and not closed and not is_odd:
+            items, after = _items_in(held, at, in_array)
+            if not (is_odd := _may_be_odd(held, columns, len(items), at, after)):
+                yield from zip(count(number + 1), items, strict=False)
+                number, at = number + len(items), after
         if not began and held[at:]:
             began, in_array = True, held[at] == "["
             at += in_array
@@ -469,6 +497,7 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
             if closed and held[at:]:
                 raise UsageError(f"{name}: text after the end of its array")
             value, end = _scan(held, at)
+            value = _mended(value, held[at:end])
             end = _SPACES.match(held, end).end()  # type: ignore[union-attr]
             if in_array and held[end : end + 1] not in (",", "]"):
                 raise json.JSONDecodeError("Expecting ',' delimiter", held, end)
@@ -481,6 +510,7 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
                 raise UsageError(f"{where}: it cannot be read as JSON: {error.msg}") from None
             chunk = file.read(max(CHUNK, len(held) - at))
             held, at, ended = held[at:] + decoder.decode(chunk, final=not chunk), 0, not chunk
+            is_odd = False
             if len(held) > MOST_BYTES:
                 raise UsageError(f"{where}: it has more than {MOST_BYTES:,} bytes") from None
             continue
@@ -539,24 +569,30 @@ def _table(file: Any, name: str, columns: Columns | None) -> Rows:
     content = io.TextIOWrapper(file, "utf-8", newline="\n")
     lines = csv.reader(content, delimiter=separator, strict=True)
     names: list[str] = []
-    text: int | None = None
+    text, last = None, 0
     try:
         for row in lines:
+            last = lines.line_num
             if not row:
                 continue
             if not names:
                 names = [name.strip() for name in row]
+                twice = {name for name in names if name and names.count(name) > 1}
+                if known := twice & (set(columns.values()) if columns else _KNOWN):
+                    raise UsageError(f"{name}: its first line names {known.pop()!r} twice")
                 continue
             if len(row) != len(names):
                 where = _where(name, lines.line_num)
                 raise UsageError(f"{where}: {len(row)} columns, but the first line names {len(names)}")
+            if "\0" in (row[text] if text is not None else "".join(row)):
+                raise UsageError(f"{_where(name, lines.line_num)}: it has a byte of zero, which no text has")
             if text is None:
                 yield lines.line_num, dict(zip(names, row, strict=True))
                 text = _only_text(names, columns)
             else:
                 yield lines.line_num, row[text]
     except csv.Error as error:
-        raise UsageError(f"{name}, line {lines.line_num}: {error}") from None
+        raise UsageError(f"{_where(name, last + 1)}: {error}; is a quote missing in this row?") from None
     finally:
         content.detach()
 
@@ -566,7 +602,9 @@ def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
     _pyarrow(f"{name}: a Parquet table")
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK)  # else it reads all of the file
+    table = parquet.ParquetFile(
+        file, pre_buffer=False, buffer_size=CHUNK, page_checksum_verification=True
+    )  # else it reads all of the file
     there = table.schema_arrow.names
     wanted = [column for column in there if column in (set(columns.values()) if columns else _KNOWN)]
     if not wanted and table.metadata.num_rows:
@@ -621,6 +659,7 @@ USUAL = {
     "tools": ("tools",),
 }
 _KNOWN = {name for names in USUAL.values() for name in names}
+_TEXTS = ("text", "completion", "output")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 
 
@@ -670,10 +709,12 @@ def _document(source: str, columns: Columns | None, place: int, content: Any) ->
     if not kinds:
         if not any(name in fields for name in ("text", "messages", "completion", "output")):
             raise UsageError(_no_document(content))
-        return Document("", source, place, left_out=EMPTY)
+        return Document("", source, place, left_out=NO_TEXT if any(map(fields.get, _TEXTS)) else EMPTY)
     kind = kinds[0]
     others = [*kinds[1:], *(["input"] if fields.get("input") and kind != "instruction" else [])]
     notice = f"{others[0]} beside {kind}, not read" if others else ""
+    if kind == "instruction" and not isinstance(fields.get("input") or "", str):
+        notice = "input that is no text, not read"
     if kind == "text":
         return Document(fields["text"], source, place, notice=notice)
     if kind == "messages" or isinstance(fields.get("prompt"), list):

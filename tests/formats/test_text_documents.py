@@ -195,6 +195,11 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
         ),
         ({"text": ""}, {"left_out": "empty"}),
         ({"text": None}, {"left_out": "empty"}),
+        ({"text": 5}, {"left_out": "a number or a list instead of a text"}),
+        (
+            {"instruction": "a", "input": 5, "output": "b"},
+            {"prompt": "a", "text": "b", "is_instruction": True, "notice": "input that is no text, not read"},
+        ),
         ({"messages": CHAT[:1]}, {"messages": CHAT[:1], "left_out": "without an answer"}),
         ({"prompt": "a", "completion": ""}, {"prompt": "a", "left_out": "without an answer"}),
     ],
@@ -225,7 +230,13 @@ def test_a_row_is_a_document_by_the_usual_names(tmp_path, row, expected):
         ("x.json", '{"version": 1, "data": [{"text": "a"}]}', "its documents are the list 'data'"),
         ("x.json", '{"data": [{"title": "a"}]}', "its documents are the list 'data'"),
         ("x.csv", "text,id\na,b,c\n", "line 2: 3 columns, but the first line names 2"),
-        ("x.csv", 'text,id\n"a,b\n', "line 2: unexpected end of data"),
+        ("x.csv", 'text,id\n"a,b\nc,d\n', "line 2: unexpected end of data; is a quote missing in this row"),
+        ("x.csv", 'text,id\na,b\n"c,d\n"e",f\n', "line 3: ',' expected after '\"'; is a quote missing in this row"),
+        ("x.csv", "text,id,text\na,b,c\n", "its first line names 'text' twice"),
+        ("x.csv", "text,id\na,b\n\0c,d\n", "line 3: it has a byte of zero, which no text has"),
+        ("x.txt", "a text" + 50 * "\0" + 200 * "a", "no text: it has a byte of zero after b'a text'"),
+        ("x.jsonl", '{"text": "a"}\n{"text": "a", "text": "b"}\n', "at byte 14: .*: 'text' occurs twice"),
+        ("x.json", '[{"text": "a"}, {"text": "a", "id": 1, "text": "b"}, {"text": "c"}]', "'text' occurs twice"),
         ("x.csv", "title,id\na,b\n", "it has title, id: name what to read"),
         ("x.json", "[" * 5000, "it is nested too deep"),
     ],
@@ -275,6 +286,28 @@ def test_elements_with_text_like_a_border_of_elements_are_whole(tmp_path, monkey
 def test_a_line_has_exactly_one_row(tmp_path, content, message):
     with pytest.raises(UsageError, match=message):
         read(write(tmp_path, "x.jsonl", content))
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
+def test_half_of_a_surrogate_pair_is_a_sign(tmp_path, name):
+    rows = [{"text": text} for text in ("a", "b\ud800c", "\U0001f642", "\udc00", "d")]
+    content = json.dumps(rows) if name == "x.json" else "".join(json.dumps(row) + "\n" for row in rows)
+    assert texts_of(write(tmp_path, name, content)) == ["a", "b\ufffdc", "\U0001f642", "\ufffd", "d"]
+
+
+@needs_pyarrow
+def test_a_damaged_page_of_a_table_with_checksums_is_refused(tmp_path):
+    from pyarrow import parquet, table
+
+    path = tmp_path / "x.parquet"
+    text = "a text without any other like it"
+    parquet.write_table(
+        table({"text": [text]}), path, compression="none", write_page_checksum=True, write_statistics=False
+    )
+    assert texts_of(path) == [text]
+    path.write_bytes(path.read_bytes().replace(b"any other", b"any ather"))
+    with pytest.raises(UsageError, match=r"x\.parquet cannot be read"):
+        read(path)
 
 
 def test_the_first_row_names_the_keys_that_are_not_read(tmp_path):
