@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import best_division
 from spmd_engine.planning.search.search import Limits
 from spmd_engine.planning.search.search_space import Candidate
+from spmd_engine.planning.search.shares import state_shares
 
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "gpt-nano")
 MIB = 1 << 20
@@ -160,3 +162,16 @@ def test_divisions_for_unequal_stages_are_optimal(slowdowns):
 
     every = ((0, *starts) for starts in combinations(range(1, len(work)), count - 1))
     assert slowest(best_division(work, count, slowdowns=slowdowns)) == pytest.approx(min(map(slowest, every)))
+
+
+def test_shares_of_state_follow_the_memory_that_the_rest_of_a_step_leaves():
+    candidate = Candidate((("data", 2),), batch_size=2, micro_batches=1, zero=1)
+    before = {"optimizer state": 40, "gradients": 20}  # zero 1 shards only the first
+    analysis = SimpleNamespace(
+        peak_bytes_by_rank=lambda: [100, 100], of_rank=lambda rank: SimpleNamespace(before=before)
+    )
+    evaluation = SimpleNamespace(analysis=analysis)
+    assert state_shares(SMALL, candidate, evaluation, [156, 92]) == "data=3:1"  # 96 and 32 bytes are free
+    assert state_shares(SMALL, candidate, evaluation, [100, 50]) == "data=1:0"  # none is free
+    assert state_shares(SMALL, candidate, evaluation, [100, 102]) is None  # nearly equal
+    assert state_shares(SMALL, replace(candidate, zero=0), evaluation, [156, 92]) is None
