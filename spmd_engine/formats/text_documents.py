@@ -48,7 +48,7 @@ class Document(NamedTuple):
 
     text: str = ""
     source: str = ""  #: the file that it is in
-    place: int | None = None  #: of its row there: a number, or the first byte; None: it is the whole file
+    place: int | None = None  #: its row, by a number or the first byte; None: it is the whole file
     prompt: str | None = None  #: precedes the text; its tokens are no targets
     messages: Sequence[Message] | None = None  #: a conversation, instead of text and prompt
     tools: Sequence[Any] | None = None  #: what the assistant of the conversation may call
@@ -114,6 +114,51 @@ def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
                 if not size and (file.suffix.lower() in _UNPACK or format_name(file.name) == PARQUET):
                     raise UsageError(f"{file} is empty, and no {file.suffix} file: fetch it again, or leave it out")
     return files
+
+
+def documents_among(
+    files: Sequence[tuple[str, int]], columns: Columns | None = None, named: Sequence[str] = ()
+) -> tuple[list[tuple[str, int]], dict[str, str]]:
+    """The files of a folder that have documents, and what each of the others is, by its name.
+
+    Files of another kind, such as images, are left out; so are rows without documents where most files are texts, as
+    in a folder of source code. Files that the user has ``named`` are all read. Raises UsageError for the first file
+    that is to be left out if none remains, or if what it has are rows beside rows.
+    """
+    texts, others = 0, dict[str, tuple[str, UsageError]]()
+    for name in (name for name, size in files if size and name not in named):
+        try:
+            texts += _is_text(name, columns)
+        except _OtherKind as error:
+            others[name] = error.kind, error
+        except UsageError as error:
+            if not rows_of(name):
+                raise  # a text in another encoding, which can be converted
+            others[name] = "no documents in it", error
+    rows = [error for name, (_, error) in others.items() if rows_of(name)]
+    if len(rows) >= max(1, texts) or any(format_name(name) == PARQUET for name in others):
+        raise rows[0]
+    kept = [file for file in files if file[0] not in others]
+    if others and not any(size for _, size in kept):
+        raise next(iter(others.values()))[1]
+    return kept, {name: kind for name, (kind, _) in others.items()}
+
+
+def _is_text(name: str, columns: Columns | None) -> bool:
+    """Whether a file is one text; if not, it has rows. Raises UsageError if its beginning shows that it has no
+    documents."""
+    if rows := rows_of(name):
+        with _opened(name) as file:
+            for place, content in islice(rows(file, name, columns), 1):
+                document_of(name, columns, place, content)
+    elif Path(name.lower()).suffix not in _UNPACK:
+        with reading(f"{name} cannot be read"), open(name, "rb") as plain:
+            head = plain.read(_SAMPLE)
+        if not head.startswith(tuple(_MARKS)):
+            _check_kind(head, name)
+            if not _encoding_of(head):
+                _check_zeros(head, name)
+    return rows is None
 
 
 def count_documents(files: Sequence[tuple[str, int]], begin: int, end: int) -> int:
@@ -335,25 +380,45 @@ _USUAL = re.compile(
 _COMMON = re.compile(r"[\t\n\r -~\u3000-\u30ff\uff00-\uff65]")  #: those that every text has some of
 
 
-def _check_head(head: bytes, name: str) -> None:
-    """Raise UsageError if the beginning of a file shows that it is no text; log what its name does not say."""
+class _OtherKind(UsageError):
+    """A file is no text, whatever its encoding."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def _check_kind(head: bytes, name: str) -> None:
+    """Raise UsageError if the beginning of a file shows that it is no text."""
     for signature, (kind, remedy) in _SIGNATURES.items():
         if head.startswith(signature):
-            raise UsageError(f"{name} is no text: it is {kind}; {remedy}")
+            raise _OtherKind(f"{name} is no text: it is {kind}; {remedy}", kind)
     if len(head) - len(head.translate(None, _CONTROLS)) > _MOST_ODD * len(head):
         raise _refused(name, _encoding_of(head))
+
+
+def _check_head(head: bytes, name: str) -> None:
+    """``_check_kind``; log what its name does not say."""
+    _check_kind(head, name)
     if rows_of(name) is None and head.lstrip()[:1] == b"{":
         first, _, rest = head.partition(b"\n")
         try:
             if isinstance(json.loads(first), dict) and (not rest.strip() or rest.lstrip()[:1] == b"{"):
-                logger.warning("%s has JSON in its lines, and is read as plain text: .jsonl files are documents", name)
+                _notice(f"{name} has JSON in its lines, and is read as plain text: .jsonl files are documents")
         except (ValueError, RecursionError):
             pass
 
 
+@lru_cache(1024)
+def _notice(text: str) -> None:
+    """Log a notice once, however often the file is opened."""
+    logger.warning("%s", text)
+
+
 def _check_zeros(content: bytes, name: str) -> None:
     if (at := content.find(b"\0")) >= 0:
-        raise UsageError(f"{name} is no text: it has a byte of zero after {content[max(0, at - 20) : at]!r}")
+        message = f"{name} is no text: it has a byte of zero after {content[max(0, at - 20) : at]!r}"
+        raise _OtherKind(message, "with bytes of zero")
 
 
 def _encoding_of(sample: bytes) -> str | None:
@@ -369,9 +434,8 @@ def _encoding_of(sample: bytes) -> str | None:
 def _refused(name: str, encoding: str | None) -> UsageError:
     if encoding:
         return UsageError(f"{name} is no text in UTF-8: it is in {encoding}; convert it: iconv -f {encoding} -t UTF-8")
-    return UsageError(
-        f"{name} is no text: much of it is no UTF-8. Convert it (iconv -f ENCODING -t UTF-8), or leave it out"
-    )
+    message = f"{name} is no text: much of it is no UTF-8. Convert it (iconv -f ENCODING -t UTF-8), or leave it out"
+    return _OtherKind(message, "much of it no UTF-8")
 
 
 def _no_utf8(name: str, error: UnicodeDecodeError) -> UsageError:
@@ -525,7 +589,7 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
 def _items_in(held: str, at: int, in_array: bool) -> tuple[list[Any], int]:
     """The values from ``at`` on, as far as what follows them shows that they are complete, and where the next begins.
 
-    Of an array, all up to the last place that looks like one between elements are parsed at once: if that place is
+    The elements of an array up to the last place that looks like one between them are parsed at once: if that place is
     inside of an element, the text up to it has open brackets or quotes, and its values are parsed one by one.
     """
     items: list[Any] = []
@@ -557,7 +621,7 @@ def _as_text(value: Any, text: str, name: str) -> Any:
         for key, rows in value.items():
             if isinstance(rows, list) and rows and (_fits(rows[0]) or (key in _LISTS and isinstance(rows[0], Mapping))):
                 raise UsageError(f"{name}: its documents are the list {key!r}; write that list alone to a file")
-    logger.warning("%s has no documents, and is read as plain text", name)
+    _notice(f"{name} has no documents, and is read as plain text")
     return {"text": text}
 
 

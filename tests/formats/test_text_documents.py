@@ -12,6 +12,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import (
     count_documents,
     documents,
+    documents_among,
     find_files,
     format_name,
     parse_columns,
@@ -308,6 +309,51 @@ def test_a_damaged_page_of_a_table_with_checksums_is_refused(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"any other", b"any ather"))
     with pytest.raises(UsageError, match=r"x\.parquet cannot be read"):
         read(path)
+
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+
+
+def among(folder, named=()):
+    kept, others = documents_among(find_files([str(folder)]), None, [str(folder / name) for name in named])
+    relative = len(str(folder)) + 1
+    return [name[relative:] for name, _ in kept], {name[relative:]: kind for name, kind in others.items()}
+
+
+def test_in_a_folder_of_source_code_other_files_are_left_out_by_name(tmp_path):
+    for name in ("a.py", "b.py", "README.md", "empty.txt"):
+        write(tmp_path, name, "" if name == "empty.txt" else "some text\n")
+    (tmp_path / "docs").mkdir()
+    write(tmp_path, "docs/logo.png", PNG)
+    write(tmp_path, "table.csv", "a,b\n1,2\n")
+    write(tmp_path, "weights.bin", b"some words of a header \0\1\xff" * 30)
+    write(tmp_path, "settings.json", '{"name": "x"} // a comment')
+    write(tmp_path, "more.jsonl", '{"text": "a"}\n')
+    kept, others = among(tmp_path)
+    assert kept == ["README.md", "a.py", "b.py", "empty.txt", "more.jsonl"]
+    assert others == {
+        "docs/logo.png": "a PNG image",
+        "settings.json": "no documents in it",
+        "table.csv": "no documents in it",
+        "weights.bin": "with bytes of zero",
+    }
+    assert "table.csv" in among(tmp_path, ["table.csv"])[0]  # what is named is read, or is an error there
+    write(tmp_path, "c.py", "f\u00fcr".encode("utf-16-le") * 20)
+    with pytest.raises(UsageError, match="c.py is no text in UTF-8: it is in UTF-16LE"):
+        among(tmp_path)
+
+
+def test_a_folder_of_rows_is_not_filtered(tmp_path):
+    write(tmp_path, "a.jsonl", '{"text": "a"}\n')
+    write(tmp_path, "b.jsonl", '{"article": "a"}\n')
+    write(tmp_path, "README.md", "some text")
+    with pytest.raises(UsageError, match=r"b\.jsonl, at byte 0: a document is .*it has article: name what to read"):
+        among(tmp_path)
+    for name in ("a.jsonl", "b.jsonl", "README.md"):
+        (tmp_path / name).unlink()
+    write(tmp_path, "a.png", PNG)
+    with pytest.raises(UsageError, match=r"a\.png is no text: it is a PNG image"):
+        among(tmp_path)
 
 
 def test_the_first_row_names_the_keys_that_are_not_read(tmp_path):
