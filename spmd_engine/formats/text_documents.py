@@ -67,7 +67,7 @@ class Document(NamedTuple):
         with _opened(self.file) as file:
             while chunk := file.read(CHUNK):
                 decoder.decode(chunk)  # only checked
-                _check_zeros(chunk, self.file)
+                _tell_zeros(chunk, self.file)
                 yield chunk
             decoder.decode(b"", final=True)
 
@@ -156,8 +156,8 @@ def _is_text(name: str, columns: Columns | None) -> bool:
             head = plain.read(_SAMPLE)
         if not head.startswith(tuple(_MARKS)):
             _check_kind(head, name)
-            if not _encoding_of(head):
-                _check_zeros(head, name)
+            if b"\0" in head and not _encoding_of(head):
+                raise _OtherKind(f"{name} is no text: it has bytes of zero", "with bytes of zero")
     return rows is None
 
 
@@ -272,7 +272,7 @@ def _whole_file(name: str, large: int) -> Document:
     if os.stat(name).st_size > large or Path(name.lower()).suffix in _UNPACK:
         return Document(file=name, source=name)
     with _opened(name) as file:
-        _check_zeros(content := file.read(), name)
+        _tell_zeros(content := file.read(), name)
         return Document(content.decode(), source=name)
 
 
@@ -415,10 +415,9 @@ def _notice(text: str) -> None:
     logger.warning("%s", text)
 
 
-def _check_zeros(content: bytes, name: str) -> None:
-    if (at := content.find(b"\0")) >= 0:
-        message = f"{name} is no text: it has a byte of zero after {content[max(0, at - 20) : at]!r}"
-        raise _OtherKind(message, "with bytes of zero")
+def _tell_zeros(content: str | bytes, name: str) -> None:
+    if ("\0" if isinstance(content, str) else b"\0") in content:
+        _notice(f"{name} has bytes of zero, which are read as they are: it may be damaged, or be no text")
 
 
 def _encoding_of(sample: bytes) -> str | None:
@@ -648,8 +647,7 @@ def _table(file: Any, name: str, columns: Columns | None) -> Rows:
             if len(row) != len(names):
                 where = _where(name, lines.line_num)
                 raise UsageError(f"{where}: {len(row)} columns, but the first line names {len(names)}")
-            if "\0" in (row[text] if text is not None else "".join(row)):
-                raise UsageError(f"{_where(name, lines.line_num)}: it has a byte of zero, which no text has")
+            _tell_zeros(row[text] if text is not None else "".join(row), name)
             if text is None:
                 yield lines.line_num, dict(zip(names, row, strict=True))
                 text = _only_text(names, columns)
