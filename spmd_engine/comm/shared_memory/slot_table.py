@@ -199,8 +199,10 @@ class SlotTable:
         ``own_data``: this rank's data, which need no address; ``exposed``: see ``enter``.
         """
         slot, signatures = number % SLOTS, expected
-        if self._digests[slot].tolist() != expected.digests:
-            signatures = Signatures([Signature.unpack(packed.tobytes()) for packed in self._signatures[slot]])
+        if (digests := self._digests[slot].tolist()) != expected.digests:
+            packed = dict(zip(digests, self._signatures[slot], strict=True))  # those that differ
+            by_digest = {digest: Signature.unpack(each.tobytes()) for digest, each in packed.items()}
+            signatures = Signatures([by_digest[digest] for digest in digests])
         inline = signatures.inline.get(slot) or self._inline(slot, signatures)
         if signatures.inline_all:
             return inline
