@@ -44,7 +44,7 @@ class Document(NamedTuple):
 
     text: str = ""
     source: str = ""  #: the file that it is in
-    place: int | None = None  #: of its row there: a number, or the first byte; None: it is the whole file
+    place: int | None = None  #: where its row is: a number, or the first byte; None: it is the whole file
     prompt: str | None = None  #: precedes the text; its tokens are no targets
     messages: Sequence[Message] | None = None  #: a conversation, instead of text and prompt
     tools: Sequence[Any] | None = None  #: what the assistant of the conversation may call
