@@ -262,6 +262,8 @@ class Collective(PreparedCall, ABC):
 
     def check_out(self, x: Array, out: Any, ranks: int) -> None:
         shape, joins = x.shape if ranks == 1 else self.shape, bool(self.even)
+        if getattr(out, "flags", None) is None:
+            raise UsageError(f"{self.signature.operation}: out is a {type(out).__name__}; give an array")
         fits = out.dtype == self.dtype and out.flags.c_contiguous
         fits = fits and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
         # The joined length may differ from the expected one; ``steps`` checks it when it is known.

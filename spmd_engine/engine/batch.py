@@ -12,8 +12,8 @@ from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.notation import Spec
-from spmd_engine.errors import UsageError
-from spmd_engine.layers.contract import check_argument, check_call, described
+from spmd_engine.errors import UsageError, check_argument, described
+from spmd_engine.layers.contract import check_call
 from spmd_engine.layers.layer import Documents
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def make_batch(
     """
     if micro_batches < 1:
         raise UsageError(f"micro_batches is {micro_batches}: make it 1 or more; pass the step by its name, step=step")
+    if micro_batches > size:
+        raise UsageError(f"{size} samples in {micro_batches} micro-batches: give at most as many parts as samples")
     parts = []
     for m in range(micro_batches):
         micro_span = span(size, micro_batches, m)
