@@ -82,11 +82,10 @@ class Configuration:
     """
 
     def __post_init__(self) -> None:
-        types = _types(type(self))
         for f in fields(self):
-            value = _convert(f.name, _read(f.name, getattr(self, f.name), f.metadata), types[f.name])
-            _check_range(f.name, value, f.metadata)
-            object.__setattr__(self, f.name, value)
+            value = getattr(self, f.name)  # most are the defaults
+            checked = _checked_default(type(self), f) if value is f.default else _checked(type(self), f, value)
+            object.__setattr__(self, f.name, checked)
 
     def changed(self, **values: Any) -> Self:
         """A copy with these values of some fields: ``changed(steps=3)``."""
@@ -126,6 +125,18 @@ class Configuration:
             missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
             missing = [name for name in missing if name not in content]
             raise UsageError(f"{where}: the field {missing[0]!r} is missing") from None
+
+
+def _checked(configuration: type[Configuration], f: Field, value: Any) -> Any:
+    """The value that a field gets. Raises UsageError for a wrong type or a value out of range."""
+    value = _convert(f.name, _read(f.name, value, f.metadata), _types(configuration)[f.name])
+    _check_range(f.name, value, f.metadata)
+    return value
+
+
+@cache
+def _checked_default(configuration: type[Configuration], f: Field) -> Any:
+    return _checked(configuration, f, f.default)
 
 
 def not_in_json(default: Any) -> Any:

@@ -53,7 +53,7 @@ STATE = {
     "arrays/attention.py: _parts": "the cache of a pure function",
     "arrays/attention.py: _rows_and_keys": "the cache of a pure function",
     "arrays/backend.py: ones": "the cache of a pure function",
-    "formats/text_documents.py: _pair_among": "the cache of a pure function",
+    "formats/text_documents.py: _alone_among": "the cache of a pure function",
     "formats/text_documents.py: _usual_among": "the cache of a pure function",
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
@@ -73,9 +73,11 @@ STATE = {
     "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",
     "configuration.py: settings_of": "the cache of a pure function",
     "configuration.py: _types": "the cache of a pure function",
+    "configuration.py: _checked_default": "the cache of a pure function",
     "configuration.py: _type": "the cache of a pure function",
     "checkpoints/format/manifest.py: _wrong_with": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",
+    "sharding/placement.py: along": "the cache of a pure function, for one call of another",
     "sharding/routes.py: _parts": "the cache of a pure function",
     "sharding/halos.py: plan_halos": "the cache of a pure function",
     "sharding/resharding.py: _exchange_plan": "the cache of a pure function",
@@ -235,8 +237,8 @@ ROOMS = {
         r"is_half|HALF_DTYPES|masters?$|HalfPrecision|HalfRows",
         """
         arrays/einsum_lowering.py arrays/elementwise.py arrays/fused.py arrays/images.py arrays/numba/kernels.py
-        arrays/precision.py arrays/products.py checkpoints/read.py comm/blocks.py comm/calls.py engine/optimizers.py
-        engine/pipeline.py engine/zero/compression.py losses.py sharding/shards.py
+        arrays/precision.py arrays/products.py checkpoints/read.py comm/blocks.py comm/collectives.py
+        engine/optimizers.py engine/pipeline.py engine/zero/compression.py losses.py sharding/shards.py
         """,
     ),
     "uneven stages and shares": (

@@ -271,6 +271,7 @@ def _minus_infinity(hidden: Array, dtype: Any) -> Array:
 
 HIDDEN = 1 << 60  #: the position of a column that holds none, greater than that of any query
 ELEMENTS = 1 << 20  # scores at a time, of as many queries as fit
+FEW_KEYS = 1 << 17  # multiplications of scores up to which a compiled loop takes less time than BLAS and its calls
 
 
 def _rounds_probabilities(q: Array) -> bool:
@@ -334,6 +335,9 @@ def attend_to_keys(
 
 def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Array:
     """The y of ``attend_to_keys`` for one query[b 1 h k] per sequence that sees all its keys, with the fewest calls."""
+    few = type(q) is CPU.xp.ndarray and cap is None and 0 < q.size * k.shape[1] <= FEW_KEYS
+    if few and k.flags.c_contiguous and v.flags.c_contiguous and (kernels := kernels_for(q)) is not None:
+        return kernels.attend_to_all(q, k, v)
     xp, dtype, wide, width = backend_of(q).xp, q.dtype, widened(q), q.shape[-1]
     is_narrow = wide is not q
     rounds = is_narrow and _rounds_probabilities(q)

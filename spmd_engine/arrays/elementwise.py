@@ -9,16 +9,20 @@ from spmd_engine.arrays.precision import HALF_DTYPES
 
 def add_to(x: Array, y: Array) -> Array:
     """x += y, for y shaped as x or its last dims; returns x."""
-    if not (x.dtype in HALF_DTYPES and type(x) is CPU.xp.ndarray and CPU.kernels and CPU.kernels.add_halves(x, y)):
+    if not (x.dtype in HALF_DTYPES and _changed_by_loop("add_halves", x, y)):
         x += y
     return x
 
 
 def multiply_by(x: Array, y: Array) -> Array:
     """x *= y, for y shaped as x or its last dims; returns x."""
-    if not (x.dtype in HALF_DTYPES and type(x) is CPU.xp.ndarray and CPU.kernels and CPU.kernels.multiply_halves(x, y)):
+    if not (x.dtype in HALF_DTYPES and _changed_by_loop("multiply_halves", x, y)):
         x *= y
     return x
+
+
+def _changed_by_loop(name: str, x: Array, y: Array) -> bool:
+    return type(x) is CPU.xp.ndarray and bool(CPU.kernels) and CPU.kernels.change_halves(name, x, y)
 
 
 def plus(x: Array, y: Array) -> Array:

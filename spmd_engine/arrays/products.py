@@ -128,7 +128,7 @@ def _of_numpy(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any) 
         return _of_copies(a, b, out, dtype)
     if out is not None:
         return np.matmul(a, b, out=out)
-    if a.ndim == b.ndim == 2 and (a.shape[0] <= FEW or b.shape[1] <= FEW):
+    if a.ndim == b.ndim == 2 and (1 < a.shape[0] <= FEW or 1 < b.shape[1] <= FEW):
         return _of_few_rows(a, b)
     return np.matmul(a, b)
 

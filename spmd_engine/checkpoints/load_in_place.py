@@ -8,7 +8,7 @@ the disk once and hashes them once, and ranks exchange only whether all succeede
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from itertools import count
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -31,8 +31,8 @@ from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_file import read_header
 from spmd_engine.formats.safetensors_header import dtype_of
-from spmd_engine.sharding.placement import ArrayPlacement, Rectangles, ranks_of_blocks
-from spmd_engine.sharding.rectangles import Rectangle, intersections
+from spmd_engine.sharding.placement import ArrayPlacement, Rectangles
+from spmd_engine.sharding.rectangles import Rectangle, intersected
 
 AT_ONCE = 64 << 20  #: bytes, approximately, of temporary arrays for shards that cannot be read into
 UNEVEN = 8 << 20  #: bytes that a rank may check more than others, so that fewer ranks read one file
@@ -128,9 +128,14 @@ def _move(staged: list[tuple[Wanted, np.ndarray]]) -> None:
     staged.clear()
 
 
-#: For a block: the ranks of this node that need a part of it, its number of elements, the part that this rank needs or
-#: None, and the place of that part in this rank's shard.
-_Share = tuple[list[int], int, Rectangle | None, tuple]
+class _BlockOfNode(NamedTuple):
+    """A block of which ranks of this node need a part."""
+
+    number: int  #: among the blocks of its array
+    ranks: list[int]  #: of this node, that need a part
+    elements: int
+    part: Rectangle | None  #: that this rank needs
+    place: tuple  #: of that part in this rank's shard
 
 
 def _parts_of_rank(
@@ -143,49 +148,43 @@ def _parts_of_rank(
     not much more, if it has already read that file's header.
     """
     loads, readers = dict.fromkeys(node_ranks, 0), {}  # bytes to check, by rank; the last checking rank, by file
-    shares: dict[tuple, list[_Share]] = {}  # equal layers, and all state of a parameter, have equal ones
+    shares: dict[
+        tuple[int, int], list[_BlockOfNode]
+    ] = {}  # equal layers, and all state of a parameter, have equal ones
     for array in arrays:
-        blocks = array.stored.blocks
-        kind = id(array.placed), tuple(block.rectangle for block in blocks)
+        bounds = array.stored.bounds
+        kind = id(array.placed), id(bounds)
         if kind not in shares:
-            shares[kind] = _shares(kind[1], array.placed.held, rank, loads)
+            shares[kind] = _shares(bounds, array.placed.held, rank, node_ranks)
         parts = []
-        for block, (ranks, size, part, place) in zip(blocks, shares[kind], strict=True):
-            if ranks:
-                least, checker = min(ranks, key=loads.__getitem__), readers.get(block.file)
-                if checker not in ranks or loads[checker] > loads[least] + UNEVEN:
-                    checker = readers[block.file] = least
-                loads[checker] += size * array.dtype.itemsize
-                if part is not None:
-                    parts.append((block, part, rank == checker, place))
+        for number, ranks, elements, part, place in shares[kind]:
+            block = array.stored.blocks[number]
+            least, checker = min(ranks, key=loads.__getitem__), readers.get(block.file)
+            if checker not in ranks or loads[checker] > loads[least] + UNEVEN:
+                checker = readers[block.file] = least
+            loads[checker] += elements * array.dtype.itemsize
+            if part is not None:
+                parts.append((block, part, rank == checker, place))
         if parts:
             yield array, parts
 
 
-def _shares(
-    blocks: tuple[Rectangle, ...], held: Sequence[Rectangles], rank: int, node_ranks: Iterable[int]
-) -> list[_Share]:
-    """For each block the ranks that need it, and the part that this rank needs."""
+def _shares(bounds: np.ndarray, held: Sequence[Rectangles], rank: int, node_ranks: Sequence[int]) -> list[_BlockOfNode]:
+    """The blocks, ``bounds[blocks 2 dims]``, of which ranks of this node need a part."""
+    needs = np.zeros((len(bounds), len(node_ranks)), bool)
+    for number, node_rank in enumerate(node_ranks):
+        for rectangle in held[node_rank]:
+            needs[:, number] |= intersected(bounds, rectangle)
     shares = []
-    for block, holders in zip(blocks, _holders(blocks, held), strict=True):
-        part, place = None, ()
-        if rank in holders:
+    for number in np.flatnonzero(needs.any(axis=1)).tolist():
+        block, part, place = Rectangle(*map(tuple, bounds[number].tolist())), None, ()
+        ranks = [node_ranks[place] for place in np.flatnonzero(needs[number]).tolist()]
+        if rank in ranks:
             (shard,) = held[rank]
             part = block & shard
             place = (..., *part.within(shard).index)
-        shares.append(([node_rank for node_rank in node_ranks if node_rank in holders], block.size, part, place))
+        shares.append(_BlockOfNode(number, ranks, block.size, part, place))
     return shares
-
-
-def _holders(blocks: tuple[Rectangle, ...], held: Sequence[Rectangles]) -> list[list[int]]:
-    """For each block the ranks that hold a part of it."""
-    ranks = ranks_of_blocks(held)
-    if not ranks or len(blocks) < 2:  # a single block is the whole array
-        return [sorted({rank for peers in ranks.values() for rank in peers})] * len(blocks)
-    shared = intersections(blocks, ranks)[2].tolist()
-    return [
-        sorted({rank for n, peers in zip(row, ranks.values(), strict=True) if n for rank in peers}) for row in shared
-    ]
 
 
 # --- Parts of blocks, read from a checkpoint's files directly into shards, and hashed on the way if required

@@ -9,6 +9,7 @@ import logging
 import os
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from spmd_engine.foreign import parse_json, reading
 from spmd_engine.formats.safetensors_file import read_header, tensors_of
 from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.formats.tensor import PlainTensor
-from spmd_engine.sharding.rectangles import Rectangle
+from spmd_engine.sharding.rectangles import Rectangle, intersected
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,11 @@ class Checkpoint(Mapping):
         else:
             self.manifest = read_manifest(self.path)
             self.headers = Headers(self.path, self.manifest)
-            self._arrays = self.section(MODEL)
             self.metadata = {"step": self.manifest.step, **self.manifest.facts}
+
+    @cached_property
+    def _arrays(self) -> dict[str, Sliceable]:
+        return self.section(MODEL)
 
     def section(self, name: str) -> dict[str, Sliceable]:
         """The arrays of a section of the manifest, such as ``optimizer``, by name; none if there is no such section."""
@@ -274,17 +278,16 @@ def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarr
 
     def load(block: StoredBlock) -> np.ndarray:
         cached = last[:]  # a copy, because another thread may change it
-        if not cached or cached[0][0] is not block:
+        if not cached or cached[0][0] != block:
             last[:] = cached = [(block, read_block(name, array, block))]
         return cached[0][1]
 
     def read(spans: tuple[slice, ...]) -> np.ndarray:
         wanted = Rectangle.of(spans)
         out = np.empty(wanted.shape, dtype)
-        for block in array.blocks:
+        for number in np.flatnonzero(intersected(array.bounds, wanted)).tolist():
+            block = array.blocks[number]
             shared = block.rectangle & wanted
-            if not shared.size:
-                continue
             place = out[shared.within(wanted).index or ...]
             if shared == block.rectangle and place.flags.c_contiguous:
                 read_block(name, array, block, place)  # directly into the result
@@ -292,7 +295,7 @@ def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarr
                 place[...] = load(block)[shared.within(block.rectangle).index]
         return out
 
-    return Sliceable(array.shape, dtype, read, blocks=[block.rectangle for block in array.blocks])
+    return Sliceable(array.shape, dtype, read, blocks=[Rectangle(*map(tuple, ends)) for ends in array.bounds.tolist()])
 
 
 def _plain_file(path: Path) -> tuple[dict[str, Sliceable], dict[str, Any]]:

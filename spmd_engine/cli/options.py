@@ -262,7 +262,7 @@ class DescribedModel(ModelConfig):
 
 def _note_other_meaning(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
     """Print a note if ``--model`` is both a built-in model, which is then used, and the name of weights."""
-    if name is not None and (other := other_meaning(name)):
+    if name is not None and launcher_rank() == 0 and (other := other_meaning(name)):
         print_notices([f"--model {name} is the built-in model; for the weights in {other} write --model {other}"])
     return name
 

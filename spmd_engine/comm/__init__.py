@@ -3,8 +3,8 @@
 The path of a blocking ``mesh.all_reduce(x)`` through the files:
 
 1. ``group``: the Group of the axes (``Mesh.group``) looks up the PreparedCall, or prepares one, and numbers the call
-   (``Group._run``; ``start_...``: ``Group._begin``). On one node, where each rank has a core, a small call is one
-   exchange in the slot table (``Group._run_fast``). Otherwise its ``steps`` become an Operation.
+   (``Group._run``; ``start_...``: ``Group._begin``). Its ``steps`` become an Operation, unless it repeats a small call
+   on one node, where each rank has a core: then the other ranks arrive before it would have to wait (``_repeat``).
 2. ``pending``: advances all operations of this rank until this one is done.
 3. ``calls``: the ``steps`` of all collectives. ``collectives`` implements the parts that differ: an operation's
    signature, the arrays that ranks offer, how data move, and the result.

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, CudaBackend, backend_of
-from spmd_engine.arrays.precision import is_half
+from spmd_engine.arrays.backend import CPU, Array, Backend, CudaBackend, backend_of
 from spmd_engine.comm.agreement.call_agreement import Agreed
 from spmd_engine.comm.agreement.signature import NumberedCall, Signature, Signatures
 from spmd_engine.comm.dispatch import Routing
@@ -23,7 +22,7 @@ from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.nccl_ranks import QueuedCall
 from spmd_engine.comm.pending import Queued, Steps
 from spmd_engine.comm.rounds import Payload
-from spmd_engine.comm.shared_memory.slot_table import Entries, SlotTable
+from spmd_engine.comm.shared_memory.slot_table import Entries
 from spmd_engine.comm.transports.nccl import NcclTransport
 from spmd_engine.comm.transports.shared_memory import readable
 from spmd_engine.comm.transports.transport import Transport
@@ -58,10 +57,12 @@ class PreparedCall:
     even: Sequence[int] = ()  # lengths of the blocks that the call joins, by rank, if all ranks make the same call
     sizes: Sequence[int] | None = None  # these lengths, if the caller passed them
     returns_lengths: bool = False  # whether an all_to_all also returns the lengths that it received
+    rounds: bool = False  # whether it sums 16-bit floats, and rounds the sums
     expected: Signatures = Signatures(())  # of the node's ranks in the last such call
-    spins: bool = False  # whether a blocking call spins, and the array needs no cast
     inline: bool = False  # whether the data of the last such call travelled inline
-    fast: bool = False  # whether a blocking call is one exchange, without a generator; else it takes its ``steps``
+    #: lengths of the blocks of all ranks, shape of the result, and the size by which a transport is chosen, as they
+    #: follow from the ``expected`` signatures; None: not known yet
+    settled: tuple[Sequence[int] | None, Shape, int] | None = None
     rank: int = 0  # in the group
     ranks: int = 1
     text: int = 0  # number of its description, see ``Activity.called``; 0: none yet
@@ -83,7 +84,7 @@ class PreparedCall:
         """Expect these signatures in the next such call. If they have changed, choose its transport again."""
         if entries is not None and entries.signatures is not self.expected:
             self.expected = entries.signatures
-            self.inline = self.fast = False
+            self.inline, self.settled = False, None
 
     def transport(self, routing: Routing, number: int, agreed: Agreed, size: int) -> Transport | None:
         """The transport of an agreed call with ``size`` bytes of all ranks or of each; None if its data were inline.
@@ -94,7 +95,6 @@ class PreparedCall:
             return None
         transport = routing.transport(self.signature, number, agreed, size)
         self.inline = transport is None
-        self.fast = self.spins and (transport is None or (self.one_phase and bool(transport.blocks)))
         return transport
 
     def queued(self, routing: Routing, number: int) -> QueuedCall:
@@ -106,11 +106,6 @@ class PreparedCall:
         """Whether the call splits arrays along another axis than the first."""
         return bool(self.parts) and len(self.parts[0]) > 1
 
-    def _is_readable(self, x: np.ndarray, out: Array | None, table: SlotTable) -> bool:
-        """Whether the other ranks can read ``x`` in place."""
-        disjoint = out is None or not np.may_share_memory(x, out)
-        return disjoint and x.flags.c_contiguous and table.address(x, self.sliced) is not None
-
     def readable(self, routing: Routing, x: Array) -> np.ndarray | None:
         """Contiguous ``x`` or a copy in memory that the node's other ranks can read; None: not offered, or no room."""
         table = routing.table_to_offer(self.signature, x, x.nbytes)
@@ -118,25 +113,12 @@ class PreparedCall:
             return None
         return readable(table, x, routing.connections.tuning, self.sliced and routing.one_node)
 
-    def record(self, ledger: Ledger, result: Any, seconds: float | None = None) -> None:
-        """Record one such call in the ledger; ``seconds``: of its wait, if it had only one."""
+    def record(self, ledger: Ledger, result: Any) -> None:
+        """Record one such call in the ledger."""
         sent = self.sent
-        ledger.record(self.where, self.payload, sent if isinstance(sent, int) else sent(result), seconds)
-        if self.where[0] in ("all_reduce", "reduce_scatter") and self.dtype is not None and is_half(self.dtype):
+        ledger.record(self.where, self.payload, sent(result) if callable(sent) else sent)
+        if self.rounds:
             ledger.rounded.add(self.where)
-
-    def suits(self, x: Array | None, out: Array | None, table: SlotTable) -> bool:
-        """Whether a fast call can use ``x`` in place, and write to ``out``."""
-        if not (self.inline or x is None or self._is_readable(x, out, table)):
-            return False
-        return out is None or (
-            self.expected.same
-            and type(out) is np.ndarray
-            and out.shape == self.shape
-            and self.signature.concat_axis == 0
-            and out.dtype is self.dtype
-            and out.flags.carray  # contiguous, and can be written to
-        )
 
 
 class Collective(PreparedCall, ABC):
@@ -190,27 +172,40 @@ class Collective(PreparedCall, ABC):
 
     def steps(self, routing: Routing, number: int, x: Array, out: Array | None) -> Steps:
         """Offer arrays, agree, exchange unknown lengths, choose a transport, and move the data."""
-        home, event, ready = backend_of(x), None, None  # the event: when the result is complete, on a device
-        local = yield from routing.ready(x)
-        target = self._target(routing, x, local, out)
-        offer = self.offer(routing, local, target)
-        if (nccl := routing.nccl_of(local)) is not None:
+        home, local, target, event, ready = (
+            CPU,
+            x,
+            out,
+            None,
+            None,
+        )  # the event: when the result is complete, on a device
+        on_host = type(x) is np.ndarray and (out is None or type(out) is np.ndarray)
+        if not on_host or not x.flags.c_contiguous:
+            home, local = backend_of(x), (yield from routing.ready(x))
+            target = self._target(routing, home, local, out)
+        # Inline data are copied to the node's slot table before this rank writes to ``target``.
+        is_copied = routing.one_node and self.signature.inline
+        offer = Offer(local) if is_copied else self.offer(routing, local, target)
+        if not on_host and (nccl := routing.nccl_of(local)) is not None:
             nccl.check()
             target = target if target is not None else home.empty(self.shape, x.dtype)
             ready = nccl.backend.record()  # from now on these arrays may be read and written
         reduction = partial(self.reduction, routing)
         agreed = yield from routing.agreement.reach(self.signature, self.expected, number, *offer, reduction)
-        self.expect(agreed.entries)
-        lengths = yield from self.lengths(routing, number, agreed)
-        shape = self.shape_of(lengths)
+        if agreed.signatures is not self.expected:
+            self.expect(agreed.entries)
+        if agreed.signatures is None or self.settled is None:
+            lengths = yield from self.lengths(routing, number, agreed)
+            shape = self.shape_of(lengths)
+            largest = max(self.payload, prod(shape) * local.itemsize)
+            self.settled = lengths, shape, agreed.most if self.signature.operation == "all_to_all" else largest
+        lengths, shape, size = self.settled
         if target is not None and target.shape != shape:  # this rank must still send the others their parts
             target = None
-        result_bytes = prod(shape) * local.itemsize
-        size = agreed.most if self.signature.operation == "all_to_all" else max(self.payload, result_bytes)
         gathers = agreed.payload is None or self.gathers(routing)
         transport = self.transport(routing, number, agreed, size) if gathers else None
-        is_read = isinstance(transport, NcclTransport) or routing.is_for_messages(local)
-        if not is_read:  # as other ranks have theirs on the host
+        if not (on_host or isinstance(transport, NcclTransport) or routing.is_for_messages(local)):
+            # other ranks have theirs on the host
             offer, target = Offer((yield from routing.staged(local))), None
         if agreed.payload is not None:
             result = offer.result if offer.result is not None else target
@@ -238,17 +233,16 @@ class Collective(PreparedCall, ABC):
             raise UsageError(f"{self.signature.operation}: out has shape {out.shape}, the result {shape}")
         if isinstance(home, CudaBackend) and isinstance(result, np.ndarray):  # it was staged
             result, event = home.start_from_host(result, out)
-        elif out is not None:
+        elif out is not None and result is not out:
             result = copied(result, out)
         result = (result, lengths or list(self.even)) if self.returns_lengths else result
         return Queued(result, home, event, (x, offer)) if event is not None else result
 
-    def _target(self, routing: Routing, x: Array, local: Array, out: Array | None) -> Array | None:
+    def _target(self, routing: Routing, home: Backend, local: Array, out: Array | None) -> Array | None:
         """``out``, if the transport can write to it; or pinned memory for the result of a staged array."""
-        home = backend_of(x)
         if not home.on_device or home.owns(local):
             return out if out is not None and routing.is_reachable(out) else None
-        pinned = home.pinned_empty(self.shape, x.dtype)
+        pinned = home.pinned_empty(self.shape, local.dtype)
         return pinned if routing.others_can_read(pinned) else None
 
     def packed(self, x: Array) -> Array:
@@ -264,10 +258,12 @@ class Collective(PreparedCall, ABC):
         shape, joins = x.shape if ranks == 1 else self.shape, bool(self.even)
         if getattr(out, "flags", None) is None:
             raise UsageError(f"{self.signature.operation}: out is a {type(out).__name__}; give an array")
-        fits = out.dtype == self.dtype and out.flags.c_contiguous
-        fits = fits and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
         # The joined length may differ from the expected one; ``steps`` checks it when it is known.
-        if not fits or self.signature.concat_axis or (out.shape != shape and (ranks == 1 or not joins)):
+        fits = (
+            out.dtype == self.dtype and (out.shape == shape or (joins and ranks > 1)) and not self.signature.concat_axis
+        )
+        # CuPy's arrays are always writable.
+        if not fits or not out.flags.c_contiguous or (isinstance(out, np.ndarray) and not out.flags.writeable):
             wanted, got = f"{self.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"
             axis = ", joined along axis 0" if joins else ""
             raise UsageError(f"{self.signature.operation}: out must be contiguous, writable {wanted}{axis}, is {got}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, CudaBackend, backend_of
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.arrays.precision import accumulated_in
+from spmd_engine.arrays.precision import accumulated_in, is_half
 from spmd_engine.comm.agreement.call_agreement import Agreed
 from spmd_engine.comm.agreement.signature import Signature, Signatures, number_of
 from spmd_engine.comm.blocks import Reducer, joined, merged, reducer, reducible, span, spans
@@ -65,10 +65,10 @@ class BroadcastCall(PreparedCall):
 
     def steps(self, routing: Routing, number: int, root_array: Array | None, home: Backend | None) -> Steps:
         """The agreement carries the description of the root's array, and the array itself if it is small."""
-        home = home or CPU
+        home, offered = home or CPU, None
         if root_array is not None:
             root_array = yield from routing.ready(root_array)
-        offered = self.readable(routing, root_array) if root_array is not None else None
+            offered = self.readable(routing, root_array)
         agreed = yield from routing.agreement.reach(self.signature, self.expected, number, root_array, offered)
         self.expect(agreed.entries)
         shape, dtype = agreed.root.array_type
@@ -92,7 +92,7 @@ class BroadcastCall(PreparedCall):
         if isinstance(home, CudaBackend) and isinstance(data, np.ndarray):
             data, event = home.start_from_host(data)
             return Queued(data, home, event)
-        return home.asarray(data)
+        return data if home is CPU else home.asarray(data)
 
 
 @dataclass(kw_only=True)
@@ -153,14 +153,16 @@ class AllReduceCall(Reducing):
         mine = span(operand.size, group.size, group.rank)
         part_bytes = (mine.stop - mine.start) * operand.itemsize
         fields = {"sent": operand.nbytes - part_bytes + part_bytes * (group.size - 1), "shape": operand.shape}
-        fields["reduce"], fields["places"] = group.reducer(operand, op), group.connections.split(operand.size)
+        fields |= {"reduce": group.reducer(operand, op), "rounds": is_half(operand.dtype)}
+        fields["places"] = group.connections.split(operand.size)
         return cls.prepare(group, "all_reduce", operand, label, {"reduction": op}, **fields)
 
     def gathers(self, routing: Routing) -> bool:
         return self._parts_on_the_way(routing) > 1
 
     def offer(self, routing: Routing, local: Array, target: Array | None) -> Offer:
-        local = local if target is None or keeps_apart(target, local, (...,)) else local.copy()
+        if target is not None and target is not local and not keeps_apart(target, local, (...,)):
+            local = local.copy()
         node_table = routing.connections.node_table
         if self.signature.inline and not routing.one_node and node_table is not None and self.gathers(routing):
             return Offer(local, None, readable_result(node_table, local, target))
@@ -187,7 +189,7 @@ class ReduceScatterCall(Reducing):
         mine = operand[parts[group.rank]]
         signed = {"reduction": op, "axis": axis, "sizes": sizes or ()}
         fields = {"sent": operand.nbytes - mine.nbytes, "shape": mine.shape, "parts": parts}
-        fields["reduce"] = group.reducer(operand, op)
+        fields |= {"reduce": group.reducer(operand, op), "rounds": is_half(operand.dtype)}
         return cls.prepare(group, "reduce_scatter", operand, label, signed, **fields)
 
     def finish(self, signatures: Signatures | None, blocks: Sequence[Any], out: Array | None) -> Array:

@@ -92,6 +92,7 @@ class Connections:
         elif node_table is not None:
             self.lanes = Lanes(comm, even_nodes(comm.hosts) or ())
             node_table.ranks = self.lanes.local.members
+        self.ordered = False  #: whether calls need the call order
         self.device_aware = comm.is_device_aware  #: whether messages are arrays on devices
         self.nccl: NcclRanks | None = None  #: NCCL between the devices of the ranks
         self.transport_is_chosen = False  #: by ``device_transport.choose_transport``
@@ -136,7 +137,7 @@ class Connections:
                 self.nccl.close()
             self.nccl = None
             if backend is not None and self.comm.size > 1:
-                self.nccl = NcclRanks(self.comm, self.call_order, backend)
+                self.nccl, self.ordered = NcclRanks(self.comm, self.call_order, backend), True
 
     def pass_on(self, subset: Communicator) -> None:
         """Let the ranks of a ``subset`` send device arrays as these do."""

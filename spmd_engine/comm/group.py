@@ -26,7 +26,7 @@ from spmd_engine.comm.exchange import COLLECTIVE_TAGS, Requests, settled
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.nccl_ranks import KEY_BYTES, NcclPair
 from spmd_engine.comm.pending import TIMEOUT, Operation, Pending, Queued, Steps
-from spmd_engine.comm.shared_memory.slot_table import RELEASED, SlotTable
+from spmd_engine.comm.shared_memory.slot_table import CALLED, RELEASED
 from spmd_engine.errors import MeshError, UsageError, described
 from spmd_engine.runtime.activity import Line
 
@@ -65,25 +65,19 @@ class Group:
         self.lowest = 0  #: the rank that is lowest in the mesh's communicator: rank 0 of the job, in a group of all
         self._routing = Routing(comm, axes, check, deterministic, timeout)
         self.connections = self._routing.connections
-        self._table = self.connections.table
+        self._table: Any = self.connections.table if self._routing.spins else None  # in which calls need not wait
         self._prepared: dict[tuple, PreparedCall] = {}
 
     def _run(self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = "") -> Any:
         """Make the next call and return its result. ``arguments``: of ``PREPARE[operation]``, without the label."""
         try:
-            key = _key(operation, x, arguments, label)
-        except UsageError as error:
-            return self._refuse(operation, label, error).wait()
-        call = self._prepared.get(key)
-        table = self._table
-        if call is not None and call.fast and table is not None and call.suits(x, out, table):
-            return self._run_fast(call, table, x, out)
-        try:
-            call, x = self._prepare(key, x, arguments, out)
+            call, x = self._prepare(operation, x, arguments, out, label)
         except UsageError as error:
             return self._refuse(operation, label, error).wait()
         if self.size == 1:
             return self._run_alone(call, x, out)
+        if call.inline and self._table is not None:
+            return self._repeat(call, x, out)
         return self._start(call, x, out, spin_tests=self.comm.spin_tests).wait()
 
     def _begin(
@@ -91,14 +85,22 @@ class Group:
     ) -> Pending:
         """Start the next call; the same arguments as ``_run``."""
         try:
-            call, x = self._prepare(_key(operation, x, arguments, label), x, arguments, out)
+            call, x = self._prepare(operation, x, arguments, out, label)
         except UsageError as error:
             return self._refuse(operation, label, error)
         return self._start(call, x, out) if self.size > 1 else Pending.completed(self._run_alone(call, x, out))
 
-    def _prepare(self, key: tuple, x: Array | None, arguments: tuple, out: Any) -> tuple[PreparedCall, Array | None]:
-        """The prepared call of ``key``, and ``x`` in its dtype. Raises UsageError if the call cannot be made."""
-        call = self._prepared.get(key) or self._keep(key, PREPARE[key[0]](self._routing, x, *arguments, key[-1]), x)
+    def _prepare(
+        self, operation: str, x: Any, arguments: tuple, out: Any, label: str
+    ) -> tuple[PreparedCall, Array | None]:
+        """The prepared call, and ``x`` in its dtype. Raises UsageError if the call cannot be made."""
+        key: tuple = (operation, arguments, label)
+        if operation not in ("broadcast", "barrier") or x is not None:  # else from another rank, or none
+            try:
+                key = operation, type(x), x.dtype, x.shape, arguments, label
+            except AttributeError:
+                raise _no_array(operation, x) from None
+        call = self._prepared.get(key) or self._keep(key, PREPARE[operation](self._routing, x, *arguments, label))
         if x is not None and x.dtype != call.dtype:
             x = x.astype(call.dtype)
         if out is not None:
@@ -112,12 +114,11 @@ class Group:
         result = copied(x, out) if out is not None and not isinstance(out, Backend) else x.copy()
         return (result, [x.shape[call.signature.concat_axis]]) if call.returns_lengths else result
 
-    def _keep(self, key: tuple, call: PreparedCall, x: Array | None = None) -> PreparedCall:
+    def _keep(self, key: tuple, call: PreparedCall) -> PreparedCall:
         """Keep ``call`` for the next call with the same ``key``."""
         if len(self._prepared) >= KEPT:
             self._prepared.clear()
         call.text = self.comm.progress.activity.called(*call.where)
-        call.spins = self._routing.spins and (x is None or (type(x) is np.ndarray and x.dtype == call.dtype))
         self._expect_same(call)
         self._prepared[key] = call
         return call
@@ -147,48 +148,46 @@ class Group:
         began = perf_counter()
         number = number or self.connections.next_call(call.text)
         steps = call.steps(self._routing, number, x, out)
-        self.connections.call_order.enter(number)
+        if self.connections.ordered:
+            self.connections.call_order.enter(number)
         operation = self.comm.progress.begin(GroupOperation(self, call, number, steps), spin_tests)
-        operation.on_wait(perf_counter() - began)
+        self.ledger.record_wait(call.where, perf_counter() - began)
         return operation
+
+    def _repeat(self, call: PreparedCall, x: Array | None, out: Any) -> Any:
+        """The result of a call whose data were inline on this node in the last such call: if the other ranks repeat
+        theirs and arrive soon, its steps follow each other here, and no Operation has to wait for them."""
+        began, expected, table = perf_counter(), call.expected, self._table
+        number, progress, spin_tests = self.connections.next_call(call.text), self.comm.progress, self.comm.spin_tests
+        fits = out is None or (expected.same and type(out) is np.ndarray and out.shape == call.shape)
+        with progress.lock:
+            if fits and table.is_free(number, call.signature.inline):
+                table.enter(number, call.signature, x, None, expected)
+                arrived = table.all_reached(number, CALLED)
+                arrived = arrived or progress.spin(partial(table.all_reached, number, CALLED), spin_tests)
+                entries = table.read(number, expected, x, False) if arrived else None
+                if entries is not None and entries.signatures is expected:
+                    try:
+                        result = call.finish(None if expected.same else expected, entries.blocks, out)
+                    finally:
+                        table.set_phase(number, RELEASED)
+                    call.record(self.ledger, result)
+                    self.ledger.record_wait(call.where, perf_counter() - began)
+                    return result
+        return self._start(call, x, out, number=number, spin_tests=spin_tests).wait()  # it enters the same again
 
     def _end(self, number: int) -> None:
         """Release the slot of call ``number`` and its place in the call order."""
-        self.connections.call_order.finish(number)
+        if self.connections.ordered:
+            self.connections.call_order.finish(number)
         if (table := self.connections.node_table) is not None:
             table.set_phase(number, RELEASED)
-
-    def _run_fast(self, call: PreparedCall, table: SlotTable, x: Array | None, out: Array | None) -> Any:
-        """``_run`` in one exchange, without a generator: 7 us instead of 44 us for small arrays on 2 ranks.
-
-        If the other ranks do not arrive soon, or make another call than expected, the call takes its usual ``steps``.
-        """
-        began, comm, expected = perf_counter(), self.comm, call.expected
-        number, progress = self.connections.next_call(call.text), comm.progress
-        with progress.lock:
-            blocks = table.fast_exchange(number, expected, x, progress, comm.spin_tests)
-            if blocks is None:
-                return self._start(call, x, out, number=number).wait()
-            try:
-                result = call.finish(None if expected.same else expected, blocks, out)
-            finally:
-                if call.inline:
-                    table.release_inline(number)
-                else:
-                    table.set_phase(number, RELEASED)
-            in_place = not call.inline and x is not None  # others may still be reading x
-            if in_place and not progress.spin(partial(table.all_reached, number, RELEASED), comm.spin_tests):
-                return progress.begin(GroupOperation(self, call, number, _await_release(table, number, result))).wait()
-        call.record(self.ledger, result, perf_counter() - began)
-        return result
 
     def close(self) -> None:
         """Refuse all further calls: the communicator is freed."""
 
         def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise MeshError(
-                f"the mesh with {self.axes} is closed, by its 'with' or close(); make calls before, or a mesh"
-            )
+            raise MeshError("the mesh of this group is closed, by its 'with' or close(); make calls before, or a mesh")
 
         self._run = self._begin = self._begin_message = refuse
 
@@ -441,7 +440,7 @@ class GroupOperation(Operation):
     def __init__(self, group: Group, call: PreparedCall, number: int, steps: Steps) -> None:
         super().__init__(group.comm, steps, group.timeout)
         self._group, self._call, self._number = group, call, number
-        group.ledger.open(*call.where)  # now: another thread may be reading the ledger when the call ends
+        group.ledger.entries[call.where]  # made now: another thread may be reading the ledger when the call ends
 
     def describe(self) -> str:
         operation, axes, label = self._call.where
@@ -461,25 +460,7 @@ class GroupOperation(Operation):
             self._call.record(self._group.ledger, result)
 
     def on_wait(self, seconds: float) -> None:
-        self._group.ledger.record_wait(*self._call.where, seconds)
-
-
-def _await_release(table: SlotTable, number: int, result: Any) -> Steps:
-    """Wait until no other rank reads this rank's memory; returns ``result``."""
-    yield from table.reach(number, RELEASED)
-    return result
-
-
-def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple:
-    """The key of a prepared call: first the operation, last the label. Raises UsageError unless ``x`` is an array."""
-    if x is None:
-        if operation not in ("broadcast", "barrier"):  # from another rank, or none
-            raise _no_array(operation, x)
-        return operation, arguments, label
-    try:
-        return operation, type(x), x.dtype, x.shape, arguments, label
-    except AttributeError:
-        raise _no_array(operation, x) from None
+        self._group.ledger.record_wait(self._call.where, seconds)
 
 
 def _no_array(operation: str, x: Any) -> UsageError:

@@ -39,25 +39,18 @@ class Ledger:
         #: called after each wait: operation, axes, label and seconds
         self.observer: Callable[[str, str, str, float], None] | None = None
 
-    def open(self, operation: str, axes: str, label: str) -> None:
-        """Create the entry."""
-        self.entries[operation, axes, label]
-
-    def record(self, where: tuple[str, str, str], payload: int, sent: int, seconds: float | None = None) -> None:
-        """Add a call to the entry ``where``; ``seconds``: of its wait, if it had only one."""
+    def record(self, where: tuple[str, str, str], payload: int, sent: int) -> None:
+        """Add a call to the entry ``where``."""
         entry = self.entries[where]
         entry.calls += 1
         entry.payload += payload
         entry.sent += sent
-        if seconds is not None:
-            entry.seconds += seconds
-            if self.observer:
-                self.observer(*where, seconds)
 
-    def record_wait(self, operation: str, axes: str, label: str, seconds: float) -> None:
-        self.entries[operation, axes, label].seconds += seconds
+    def record_wait(self, where: tuple[str, str, str], seconds: float) -> None:
+        """Add the seconds of a start or a wait to the entry ``where``."""
+        self.entries[where].seconds += seconds
         if self.observer:
-            self.observer(operation, axes, label, seconds)
+            self.observer(*where, seconds)
 
     def total(self, operation: str | None = None, axes: str | None = None, label: str | None = None) -> Entry:
         """The sum over all entries that match the given fields."""

@@ -220,7 +220,10 @@ class Mesh(Collectives, MeshPosition):
         coordinates of an axis, including this rank's: ``group("pipe", among={"pipe": (0, 3)})``. Raises MeshError if
         ``among`` omits this rank's coordinate or names an axis that is not in ``over``.
         """
-        names = self._names(over)
+        asked = over if over is None or type(over) in (str, tuple) else self._names(over)
+        if not among and (asked, ()) in self._groups:
+            return self._groups[asked, ()]
+        names = self._names(asked)
         places = tuple((name, tuple(among[name])) for name in names if name in among) if among else ()
         if among and len(places) < len(among):
             raise MeshError(
@@ -238,7 +241,10 @@ class Mesh(Collectives, MeshPosition):
             group = Group(comm, ",".join(names) or "no axis", self.ledger, **self.options)
             group.lowest = members.index(min(members))
             self._groups[names, places] = group
-        return self._groups[names, places]
+        group = self._groups[names, places]
+        if not among:
+            self._groups[asked, ()] = group
+        return group
 
     def _members(self, names: tuple[str, ...], among: Mapping[str, Sequence[int]]) -> list[int]:
         sizes = self.all_axes if self._joins_stages(names, alone=True) else self.axes

@@ -129,7 +129,7 @@ class Operation(Pending):
     __slots__ = ("communicator", "_steps", "awaited", "_timeout", "_what", "until_the_end")
 
     def __init__(self, communicator: Communicator, steps: Steps, timeout: float | None = None, what: str = "") -> None:
-        super().__init__()
+        self.done, self.result, self.error = False, None, None
         self.communicator, self._steps, self._timeout, self._what = communicator, steps, timeout, what
         self.awaited: Condition | None = None  #: None: the operation can continue
         self.until_the_end = False  #: whether programs end in this call
@@ -178,7 +178,7 @@ class Operation(Pending):
         try:
             if ended:
                 self.awaited = self._steps.throw(RanksEnded(ended))
-            while self.is_ready():
+            while self.awaited is None or self.awaited.is_met():
                 moved = True
                 self.awaited = next(self._steps)
             return moved
@@ -199,7 +199,7 @@ class Operation(Pending):
             except SpmdError as error:
                 raise error.with_traceback(None) from None  # report the caller's line, not this one
             self.on_wait(perf_counter() - began)
-        if isinstance(self.result, Queued):
+        if type(self.result) is Queued:
             self.result = self.result.use()
         return self.result
 
@@ -229,12 +229,13 @@ class Progress:
         """Start an operation and send its first messages. Spin for ``spin_tests`` tests, then return."""
         with self.lock:
             pending.advance()
-            while not (pending.done or pending.error):
-                if spin_tests == 0 or not self.spin(pending.is_ready, spin_tests):
+            while (awaited := pending.awaited) is not None and pending.error is None:
+                if spin_tests == 0 or not self.spin(awaited.is_met, spin_tests):
                     self._pending.append(pending)
                     break
                 pending.advance()
-        self._wake_thread()
+        if self._pending:
+            self._wake_thread()
         return pending
 
     def _wake_thread(self) -> None:

@@ -36,7 +36,6 @@ from spmd_engine.comm.mesh import Mesh, ranks_by_position
 from spmd_engine.comm.pending import Deferred, Pending, Several
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, segments
 from spmd_engine.engine.schedules import schedule as schedules
-from spmd_engine.engine.schedules.timeline import check_programs
 from spmd_engine.engine.state.assignment import BATCH, PIPE
 from spmd_engine.engine.state.buffers_and_side_outputs import Extras
 from spmd_engine.engine.uneven_stages import concatenated
@@ -234,7 +233,7 @@ class PartedPasses:
             unfinished = self.schedule.sends_unfinished(self.stages, micro_batches) * len(self.parts)
             made = [self._with_transfers(order, unfinished) for order in self._orders(micro_batches)]
             names = [f"stage {stage}" for stage in range(self.stages)]
-            check_programs(made, self.places, names + [f"helper rank {rank}" for rank in self.helpers])
+            schedules.check_programs(made, self.places, names + [f"helper rank {rank}" for rank in self.helpers])
             self._programs.update({(micro_batches, number): program for number, program in enumerate(made)})
         return self._programs[key]
 

@@ -16,14 +16,14 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import count, islice, starmap
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import DEPTH, MOST_BYTES, SURROGATE, bounded, parse_json, reading, reason
+from spmd_engine.foreign import MOST_BYTES, SURROGATE, bounded, parse_json, reading, reason
 from spmd_engine.importing import library
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ ALL = 1 << 62  #: more bytes than files have
 _SAMPLE = 1 << 12  #: bytes at the beginning of a file that show what it is
 
 Message = Mapping[str, Any]
-Rows = Iterator[tuple[str, Any]]  #: where a row is, as errors name it, and its content
+Rows = Iterator[tuple[int, Any]]  #: the place of each row, and its content
 Columns = Mapping[str, str]  #: the names of columns or keys, by what they hold: {"text": "article"}
 
 EMPTY, NO_ANSWER = "empty", "without an answer"  #: why a row is left out
@@ -44,7 +44,7 @@ class Document(NamedTuple):
 
     text: str = ""
     source: str = ""  #: the file that it is in
-    where: str = ""  #: its place, as errors name it
+    place: int | None = None  #: of its row there: a number, or the first byte; None: it is the whole file
     prompt: str | None = None  #: precedes the text; its tokens are no targets
     messages: Sequence[Message] | None = None  #: a conversation, instead of text and prompt
     tools: Sequence[Any] | None = None  #: what the assistant of the conversation may call
@@ -69,6 +69,11 @@ class Document(NamedTuple):
     def content(self) -> str:
         """The whole text."""
         return b"".join(self.chunks()).decode(errors="surrogateescape")
+
+    @property
+    def where(self) -> str:
+        """Its file and its place there, as errors name them."""
+        return _where(self.source, self.place)
 
     @property
     def is_text(self) -> bool:
@@ -124,10 +129,11 @@ def documents(
     for name, rows in _pieces(files, begin, end, columns):
         if rows is None:
             yield _whole_file(name, large)
-        else:
-            for where, content in islice(rows, 1):
-                yield document_of(where, content, columns, name)._replace(unread=_unread(content, columns))
-            yield from starmap(partial(document_of, columns=columns, source=name), rows)
+            continue
+        read = partial(document_of, name, columns)
+        for place, content in islice(rows, 1):
+            yield read(place, content)._replace(unread=_unread(content, columns))
+        yield from starmap(read, rows)
 
 
 def prompts_in(path: str, columns: Columns | None = None) -> list[Document]:
@@ -139,12 +145,12 @@ def prompts_in(path: str, columns: Columns | None = None) -> list[Document]:
     rows = rows_of(path)
     with _opened(path) as file:
         if rows is None:
-            rows = ((f"{path}, line {n}", line) for n, (_, line) in enumerate(_lines(file, path), 1))
-            rows = ((where, line.decode().rstrip("\r\n")) for where, line in rows)
+            rows = ((number, line.decode().rstrip("\r\n")) for number, line in enumerate(_lines(file, path), 1))
         else:
             rows = rows(file, path, columns)
-        for where, content in rows:
-            document = Document(content, where=where) if isinstance(content, str) else _prompt(content, where, columns)
+        for place, content in rows:
+            is_text = isinstance(content, str)
+            document = Document(content, path, place) if is_text else _prompt(path, columns, place, content)
             if document.text or document.messages:
                 prompts.append(document)
             size += len(document.text)
@@ -164,6 +170,10 @@ def format_name(name: str) -> str:
 def rows_of(name: str) -> Callable[[BinaryIO, str, Columns | None], Rows] | None:
     """What reads the rows of a file with this name; None: the file is one document."""
     return _ROWS.get(format_name(name))
+
+
+def _where(name: str, place: int | None) -> str:
+    return name if place is None else f"{name}, {_PLACES[rows_of(name)]} {place}"
 
 
 def _endings(name: str) -> list[str]:
@@ -210,9 +220,9 @@ def _is_plain(name: str) -> bool:
 
 def _whole_file(name: str, large: int) -> Document:
     if os.stat(name).st_size > large or Path(name.lower()).suffix in _UNPACK:
-        return Document(file=name, source=name, where=name)
+        return Document(file=name, source=name)
     with _opened(name) as file:
-        return Document(file.read().decode(), source=name, where=name)
+        return Document(file.read().decode(), source=name)
 
 
 @contextmanager
@@ -372,49 +382,69 @@ def _no_utf8(name: str, error: UnicodeDecodeError) -> UsageError:
 # --- Rows
 
 
-def _lines(file: BinaryIO, name: str, end: int = ALL, at: int = 0, mark: int = 0) -> Iterator[tuple[int, bytes]]:
-    """The first byte and the content of each line that is not blank and begins before ``end``. The bytes of a ``mark``,
-    which have been read, belong to the first line."""
-    while at < end and (line := file.readline(MOST_BYTES + 1)):
-        if len(line) > MOST_BYTES:
-            raise UsageError(f"{name}, at byte {at}: a line of more than {MOST_BYTES:,} bytes")
+def _lines(file: BinaryIO, name: str) -> Iterator[bytes]:
+    """The lines that are not blank."""
+    at = 0
+    while line := file.readline(MOST_BYTES + 1):
+        _check_length(line, name, at)
+        at += len(line)
         if not line.isspace():
-            yield at, line
-        at, mark = at + mark + len(line), 0
+            yield line
+
+
+def _check_length(line: bytes, name: str, at: int) -> None:
+    if len(line) > MOST_BYTES:
+        raise UsageError(f"{name}, at byte {at}: a line of more than {MOST_BYTES:,} bytes")
 
 
 def _json_lines(
     file: Any, name: str, columns: Columns | None, span: tuple[int, int] = (0, ALL), parse: bool = True
 ) -> Rows:
-    """An object a line, of the lines that begin in the span."""
-    at, mark = 0, file.tell() if file.seekable() else 0
+    """An object a line, of the lines that begin in the span; their places are their first bytes."""
+    place, mark = 0, file.tell() if file.seekable() else 0  # a mark, which has been read, belongs to the first line
     if span[0] > 0:
-        at = file.seek(span[0] - 1)
-        at, mark = at + len(file.readline()), 0
-    for place, line in _lines(file, name, span[1], at, mark):
-        where = f"{name}, at byte {place}"
-        yield where, _parsed(line, where) if parse else None
+        place = file.seek(span[0] - 1)
+        place, mark = place + len(file.readline()), 0
+    while place < span[1] and (block := file.read(max(1, min(CHUNK, span[1] - place - mark)))):
+        if block[-1] != ord("\n"):
+            block += (rest := file.readline(MOST_BYTES + 1))
+            _check_length(rest, name, place)
+        if not parse:
+            yield from ((place, None) for line in block.split(b"\n") if line and not line.isspace())
+            place, mark = place + mark + len(block), 0
+            continue
+        text = block.decode()
+        is_ascii, begin = len(text) == len(block), 0
+        may_be_odd = "\\u" in text and SURROGATE.search(text)  # a lone surrogate, which is no character
+        while begin < len(text):
+            stop = text.find("\n", begin)
+            stop = len(text) if stop < 0 else stop
+            try:
+                content, end = _scan_once(text, begin)
+            except (StopIteration, ValueError, RecursionError):
+                content, end = None, -1
+            if (end == stop or text[end:stop] == "\r") and not may_be_odd:
+                yield place, content
+            elif not (line := text[begin:stop]).isspace() and line:
+                yield place, _parsed(line, _where(name, place))
+            place += mark + 1 + (stop - begin if is_ascii else len(text[begin:stop].encode()))
+            begin, mark = stop + 1, 0
 
 
-def _parsed(line: bytes, where: str) -> Any:
-    text = line.decode()
+def _parsed(line: str, where: str) -> Any:
     try:
-        content, end = _scan(text) if text[0] == "{" else (None, 0)
-        if text[end:] not in ("\n", "\r\n", ""):
-            content = json.loads(text)  # which searches for spaces: for most rows, that takes as long as all the rest
-        if ("[" in text or text.find("{", 1) > 0) and text.count("[") + text.count("{") > DEPTH:
-            bounded(content)  # a text with fewer cannot be nested too deep
+        content = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: this line cannot be read as JSON: {reason(error)}") from error
-    if "\\u" in text and SURROGATE.search(text):  # perhaps a lone surrogate, which is no character
+    if SURROGATE.search(line):
         pairs = json.dumps(content, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
         content = json.loads(pairs.decode("utf-16-le", "replace"))
     return content
 
 
-_NESTED = {dict, list}
-_SPACES = re.compile(r"[ \t\r\n]*")
-_scan = json.JSONDecoder().raw_decode
+_SPACES, _COMMA = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n]*,[ \t\r\n]*")
+_decoder = json.JSONDecoder()
+_scan, _scan_once = _decoder.raw_decode, _decoder.scan_once  # type: ignore[attr-defined]
 
 
 def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
@@ -424,6 +454,10 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
     began = closed = False
     while True:
         at = _SPACES.match(held, at).end()  # type: ignore[union-attr]
+        if number and not closed:
+            items, at = _items_in(held, at, in_array)
+            yield from zip(count(number + 1), items, strict=False)
+            number += len(items)
         if not began and held[at:]:
             began, in_array = True, held[at] == "["
             at += in_array
@@ -431,7 +465,6 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
         if in_array and not number and held[at : at + 1] == "]":
             closed, at = True, at + 1
             continue
-        where = f"{name}, item {number + 1}"
         try:
             if closed and held[at:]:
                 raise UsageError(f"{name}: text after the end of its array")
@@ -443,6 +476,7 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
             incomplete = error.pos > len(held) - 64 or error.msg.startswith("Unterminated string")
             if ended and not held[at:] and (closed or not in_array):
                 return
+            where = _where(name, number + 1)
             if ended or not incomplete:
                 raise UsageError(f"{where}: it cannot be read as JSON: {error.msg}") from None
             chunk = file.read(max(CHUNK, len(held) - at))
@@ -450,14 +484,37 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
             if len(held) > MOST_BYTES:
                 raise UsageError(f"{where}: it has more than {MOST_BYTES:,} bytes") from None
             continue
-        if type(value) is not dict or not _NESTED.isdisjoint(map(type, value.values())):
-            bounded(value)
         if not in_array and not number and not columns and not _fits(value) and not file.peek(1) and not held[end:]:
             value = _as_text(value, held, name)
         number += 1
         closed = in_array and held[end] == "]"
         at = end + in_array
-        yield where, value
+        yield number, value
+
+
+def _items_in(held: str, at: int, in_array: bool) -> tuple[list[Any], int]:
+    """The values from ``at`` on, as far as what follows them shows that they are complete, and where the next begins.
+
+    Of an array, all up to the last place that looks like one between elements are parsed at once: if that place is
+    inside of an element, the text up to it has open brackets or quotes, and its values are parsed one by one.
+    """
+    items: list[Any] = []
+    between = _COMMA if in_array else _SPACES
+    with suppress(StopIteration, ValueError):
+        while True:
+            value, end = _scan_once(held, at)
+            following = between.match(held, end)
+            if following is None or not (in_array or type(value) is dict):
+                break
+            items.append(value)
+            at = following.end()
+            last = held.rfind(held[end - 1 : held.find(":", at)], at) + 1 if in_array and len(items) == 1 else 0
+            if last:
+                with suppress(StopIteration, ValueError):
+                    more, _ = _scan_once(f"[{held[at:last]}]", 0)
+                    at = between.match(held, last).end()  # type: ignore[union-attr]
+                    items += more
+    return items, at
 
 
 #: Keys under which data sets have their rows.
@@ -485,19 +542,19 @@ def _table(file: Any, name: str, columns: Columns | None) -> Rows:
     text: int | None = None
     try:
         for row in lines:
-            where = f"{name}, line {lines.line_num}"
             if not row:
                 continue
             if not names:
                 names = [name.strip() for name in row]
                 continue
             if len(row) != len(names):
+                where = _where(name, lines.line_num)
                 raise UsageError(f"{where}: {len(row)} columns, but the first line names {len(names)}")
             if text is None:
-                yield where, dict(zip(names, row, strict=True))
+                yield lines.line_num, dict(zip(names, row, strict=True))
                 text = _only_text(names, columns)
             else:
-                yield where, row[text]
+                yield lines.line_num, row[text]
     except csv.Error as error:
         raise UsageError(f"{name}, line {lines.line_num}: {error}") from None
     finally:
@@ -513,7 +570,7 @@ def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
     there = table.schema_arrow.names
     wanted = [column for column in there if column in (set(columns.values()) if columns else _KNOWN)]
     if not wanted and table.metadata.num_rows:
-        raise _no_document(name, there)
+        raise UsageError(f"{name}: {_no_document(there)}")
     number, text = 0, _only_text(wanted, columns)
     for group in range(table.num_row_groups):
         for batch in table.iter_batches(1024, row_groups=[group], columns=wanted, use_threads=False):
@@ -523,7 +580,7 @@ def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
                 rows[:1] = [row if number else dict.fromkeys(there) | row for row in rows[:1]]
             else:
                 rows = [value if type(value) is str else {names[text]: value} for value in contents[text]]
-            yield from zip(map(f"{name}, row ".__add__, map(str, count(number + 1))), rows, strict=False)
+            yield from zip(count(number + 1), rows, strict=False)
             number += len(rows)
 
 
@@ -546,6 +603,8 @@ _ROWS: Mapping[str, Callable[..., Rows]] = {
     **dict.fromkeys((".csv", ".tsv"), _table),
     PARQUET: _parquet,
 }
+#: What the places of rows are, by what reads them.
+_PLACES = {_json_lines: "at byte", _json_values: "item", _table: "line", _parquet: "row", None: "line"}
 
 
 # --- The document in a row
@@ -562,7 +621,6 @@ USUAL = {
     "tools": ("tools",),
 }
 _KNOWN = {name for names in USUAL.values() for name in names}
-_BESIDE_TEXT = _KNOWN - {"text"}
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 
 
@@ -576,63 +634,87 @@ def parse_columns(text: str | None) -> dict[str, str] | None:
     return {role: name for role, _, name in pairs}
 
 
-def document_of(where: str, content: Any, columns: Columns | None = None, source: str = "") -> Document:
-    """The document in a row of ``source``. Raises UsageError, naming ``where``, for a row that is none."""
-    text, prompt = content, None
-    if type(content) is dict and not columns:
-        text = content.get("text")
-        if not content.keys().isdisjoint(_BESIDE_TEXT):
-            text, prompt = map(content.get, _pair_among(tuple(content)))
-    if text and type(text) is str and (prompt is None or (prompt and type(prompt) is str)):  # most rows
-        return tuple.__new__(Document, (text, source, where, prompt, None, None, False, None, "", "", ()))
-    fields = {"text": content} if isinstance(content, str) else _fields(content, where, columns)
+def document_of(source: str, columns: Columns | None, place: int, content: Any) -> Document:
+    """The document in a row of ``source``. Raises UsageError, naming the place, for a row that is none."""
+    if type(content) is str:
+        if content:
+            return _new(Document, (content, source, place, None, None, None, False, None, "", "", ()))
+    elif type(content) is dict and not columns:  # most rows: what else they have is not looked at
+        name, before, chat = _alone_among(tuple(content))
+        if name:
+            text, prompt = content[name], content[before] if before else None
+            if text and type(text) is str and (not before or (prompt and type(prompt) is str)):
+                return _new(Document, (text, source, place, prompt, None, None, False, None, "", "", ()))
+        elif chat and _are_plain(messages := content[chat]):
+            return _new(Document, ("", source, place, None, messages, None, False, None, "", "", ()))
+    with _at(source, place):
+        return _document(source, columns, place, content)
+
+
+_new = tuple.__new__  #: which makes a named tuple in half the time
+
+
+@contextmanager
+def _at(source: str, place: int) -> Iterator[None]:
+    """Name the place of a row in the error about it."""
+    try:
+        yield
+    except (UsageError, RecursionError, ValueError) as error:
+        text = str(error) if isinstance(error, UsageError) else reason(error)
+        raise UsageError(f"{_where(source, place)}: {text}") from error
+
+
+def _document(source: str, columns: Columns | None, place: int, content: Any) -> Document:
+    fields = {"text": content} if isinstance(content, str) else _fields(content, columns)
     kinds = _kinds(fields)
     if not kinds:
         if not any(name in fields for name in ("text", "messages", "completion", "output")):
-            raise _no_document(where, content)
-        return Document("", source, where, left_out=EMPTY)
+            raise UsageError(_no_document(content))
+        return Document("", source, place, left_out=EMPTY)
     kind = kinds[0]
     others = [*kinds[1:], *(["input"] if fields.get("input") and kind != "instruction" else [])]
     notice = f"{others[0]} beside {kind}, not read" if others else ""
     if kind == "text":
-        return Document(fields["text"], source, where, notice=notice)
+        return Document(fields["text"], source, place, notice=notice)
     if kind == "messages" or isinstance(fields.get("prompt"), list):
         listed = fields["messages"] if kind == "messages" else [*fields["prompt"], *fields["completion"]]
-        messages = [_message(message, where) for message in listed]
+        messages = [_message(message) for message in listed]
         left_out = "" if any(message["role"] == "assistant" for message in messages) else NO_ANSWER
-        tools = _listed(fields.get("tools"), where) or None
-        return Document("", source, where, None, messages, tools, left_out=left_out, notice=notice)
+        tools = _listed(fields.get("tools")) or None
+        return Document("", source, place, None, messages, tools, left_out=left_out, notice=notice)
     is_instruction = kind == "instruction"
     request, answer = (
         (_instruction(fields), fields["output"]) if is_instruction else (fields["prompt"], fields["completion"])
     )
     return Document(
-        answer, source, where, request, None, None, is_instruction, None, "" if answer else NO_ANSWER, notice
+        answer, source, place, request, None, None, is_instruction, None, "" if answer else NO_ANSWER, notice
     )
 
 
-def _prompt(content: Any, where: str, columns: Columns | None) -> Document:
+def _prompt(source: str, columns: Columns | None, place: int, content: Any) -> Document:
     """What precedes an answer in a row."""
-    fields = _fields(content, where, columns)
-    messages = fields.get("messages") or fields.get("prompt")
-    if _is_conversation(messages):
-        tools = _listed(fields.get("tools"), where) or None
-        return Document(messages=[_message(message, where) for message in messages], tools=tools, where=where)
-    text = next((fields[name] for name in ("prompt", "instruction", "text") if isinstance(fields.get(name), str)), None)
-    if text is None:
-        keys = f"; it has {', '.join(map(str, content))}" if isinstance(content, Mapping) else ""
-        raise UsageError(f'{where}: it must be {{"prompt": TEXT}} or {{"messages": [{{"role": ...}}]}}{keys:.200}')
-    return Document(_instruction(fields) if text == fields.get("instruction") else text, where=where)
+    with _at(source, place):
+        fields = _fields(content, columns)
+        messages = fields.get("messages") or fields.get("prompt")
+        if _is_conversation(messages):
+            tools = _listed(fields.get("tools")) or None
+            return Document("", source, place, messages=[_message(message) for message in messages], tools=tools)
+        texts = (fields[name] for name in ("prompt", "instruction", "text") if isinstance(fields.get(name), str))
+        if (text := next(texts, None)) is None:
+            keys = f"; it has {', '.join(map(str, content))}" if isinstance(content, Mapping) else ""
+            raise UsageError(f'it must be {{"prompt": TEXT}} or {{"messages": [{{"role": ...}}]}}{keys:.200}')
+        return Document(_instruction(fields) if text == fields.get("instruction") else text, source, place)
 
 
-def _fields(content: Any, where: str, columns: Columns | None) -> dict[str, Any]:
+def _fields(content: Any, columns: Columns | None) -> dict[str, Any]:
     """The values of a row, by what they hold."""
     if not _is_mapping(content):
         return {}
+    bounded(content)
     fields: dict[str, Any] = {}
     if columns:
         if missing := [name for name in columns.values() if name not in content]:
-            raise UsageError(f"{where}: no {missing[0]!r} there; it has {', '.join(map(str, content)):.200}")
+            raise UsageError(f"no {missing[0]!r} there; it has {', '.join(map(str, content)):.200}")
         fields = {role: content[name] for role, name in columns.items()}
     else:
         for role, names in _usual_among(tuple(content)):
@@ -641,7 +723,7 @@ def _fields(content: Any, where: str, columns: Columns | None) -> dict[str, Any]
                 if content[name] is not None:
                     break
     if isinstance(fields.get("messages"), str):
-        fields["messages"] = _listed(fields["messages"], where)
+        fields["messages"] = _listed(fields["messages"])
     return fields
 
 
@@ -653,11 +735,30 @@ def _usual_among(names: tuple[str, ...]) -> Sequence[tuple[str, Sequence[str]]]:
 
 
 @lru_cache(256)
-def _pair_among(names: tuple[str, ...]) -> tuple[str, str]:
-    """The names of a completion and of its prompt, if a row with these names can be nothing else; else ""."""
-    there = {role: present[0] for role, present in _usual_among(names) if role != "output"}
-    is_all = there.keys() == {"prompt", "completion"} and sum(name in _KNOWN for name in names) == 2
-    return (there["completion"], there["prompt"]) if is_all else ("", "")
+def _alone_among(names: tuple[str, ...]) -> tuple[str, str, str]:
+    """The names of a text or completion, of its prompt, and of messages, if a row with these names can be nothing else;
+    else ""."""
+    there = {role: present[0] for role, present in _usual_among(names)}
+    known = sum(name in _KNOWN for name in names)
+    if there.keys() - {"output"} == {"prompt", "completion"} and known == 2:
+        return there["completion"], there["prompt"], ""
+    text, messages = (there[role] if there.keys() == {role} and known == 1 else "" for role in ("text", "messages"))
+    return text, "", messages
+
+
+def _are_plain(messages: Any) -> bool:
+    """Whether messages, one of the assistant among them, are as templates expect them."""
+    is_answered = False
+    if type(messages) is list:
+        for message in messages:
+            if type(message) is not dict or len(message) != 2 or type(message.get("content")) is not str:
+                return False
+            role = message.get("role")
+            if role == "assistant":
+                is_answered = True
+            elif type(role) is not str:
+                return False
+    return is_answered
 
 
 def _is_mapping(value: Any) -> TypeGuard[Mapping]:
@@ -691,7 +792,7 @@ def _unread(content: Any, columns: Columns | None) -> Sequence[str]:
 
 def _fits(content: Any) -> bool:
     """Whether a row has what a document has."""
-    fields = _fields(content, "", None)
+    fields = _fields(content, None)
     return bool(_kinds(fields)) or "text" in fields
 
 
@@ -701,10 +802,10 @@ def _instruction(fields: Mapping[str, Any]) -> str:
     return f"{fields['instruction']}\n\n{about}" if isinstance(about, str) and about.strip() else fields["instruction"]
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: Any) -> Message:
     """A message as templates expect it: with role and content, its parts of text joined, without empty keys."""
     if not isinstance(message, Mapping):
-        raise UsageError(f'{where}: a message is {{"role": ..., "content": ...}}; one there is {message!r:.40}')
+        raise UsageError(f'a message is {{"role": ..., "content": ...}}; one there is {message!r:.40}')
     if type(message.get("role")) is str and type(message.get("content")) is str and None not in message.values():
         return message
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
@@ -712,30 +813,30 @@ def _message(message: Any, where: str) -> Message:
         role = message.pop("from")
         message = {"role": _ROLES.get(role, role), "content": message.pop("value", ""), **message}
     if not isinstance(message.get("role"), str):
-        raise UsageError(f'{where}: a message is {{"role": ..., "content": ...}}; one there has no role')
+        raise UsageError('a message is {"role": ..., "content": ...}; one there has no role')
     if isinstance(content := message.get("content"), list):
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
         for part in parts:
             if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, Mapping) else part
-                raise UsageError(f"{where}: a message has a part {kind!r:.60}; models of text read only text")
+                raise UsageError(f"a message has a part {kind!r:.60}; models of text read only text")
         message["content"] = "".join(part["text"] for part in parts)
     return message
 
 
-def _listed(value: Any, where: str) -> Any:
+def _listed(value: Any) -> Any:
     """A list, which tables have as JSON."""
     if not isinstance(value, str) or not value.strip():
         return value
-    with reading(f"{where}: {value!r:.40} cannot be read as JSON"):
+    with reading(f"{value!r:.40} cannot be read as JSON"):
         return parse_json(value)
 
 
-def _no_document(where: str, content: Any) -> UsageError:
+def _no_document(content: Any) -> str:
     names = [str(name) for name in content] if isinstance(content, (Mapping, list)) else []
     listed = f"{', '.join(names):.200}"
     there = f"; it has {listed}: name what to read by --columns text=NAME, or leave the file out" if names else ""
-    return UsageError(
-        f'{where}: a document is {{"text": ...}}, {{"prompt": ..., "completion": ...}}, '
-        f'{{"instruction": ..., "output": ...}} or {{"messages": [...]}}{there}'
+    return (
+        'a document is {"text": ...}, {"prompt": ..., "completion": ...}, {"instruction": ..., "output": ...} or '
+        f'{{"messages": [...]}}{there}'
     )

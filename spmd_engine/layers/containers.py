@@ -99,8 +99,9 @@ class Chain(Layer):
         saved, extras = [], {}
         for name, layer in self.layers:
             earlier = replace(ctx, decided=ctx.decided[name]) if ctx.decided and name in ctx.decided else ctx
-            x, layer_saved, *extra = layer.forward(sh, _within(p, name), x, earlier)
-            saved.append(layer_saved)
+            x, layer_saved, *extra = layer.forward(sh, p.get(name, {}) if name else p, x, earlier)
+            if ctx.training:
+                saved.append(layer_saved)
             if extra:
                 extras[name] = extra[0]
         return x, saved, *([_joined_extra(extras)] if extras else [])

@@ -108,7 +108,7 @@ class GatedMLP(Layer):
 
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across="f")
-        z, u = (einsum("bsd,df->bsf", x, p[name]) for name in ("gate", "up"))
+        z, u = einsum("bsd,df->bsf", x, p["gate"]), einsum("bsd,df->bsf", x, p["up"])
         if self.bias:
             add_to(z, p["gate_bias"])
             add_to(u, p["up_bias"])

@@ -21,6 +21,7 @@ from spmd_engine.models import Model
 from spmd_engine.models.user_code import is_code
 from spmd_engine.observability.run_record import WARM_UP, RunRecord
 from spmd_engine.pictures import html_table
+from spmd_engine.training.numbers_by_rank import expanded
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import clock_time, readable_bytes
 
@@ -361,9 +362,11 @@ def _memory(run: RunRecord) -> str:
     peaks, resident = run.predicted.get("peak_bytes_by_rank"), run.predicted.get("resident_bytes_by_rank")
     if not peaks or not resident:
         return ""
+    arrays, all_of_it = expanded(peaks), expanded(resident)
+    ranks = sorted(map(int, resident["of"])) if isinstance(resident, dict) else range(len(resident))
     rows = [
-        (f"rank {rank}", readable_bytes(arrays), readable_bytes(all_of_it), readable_bytes(all_of_it - arrays))
-        for rank, (arrays, all_of_it) in enumerate(zip(peaks, resident, strict=True))
+        (f"rank {rank}", *map(readable_bytes, (arrays[rank], all_of_it[rank], all_of_it[rank] - arrays[rank])))
+        for rank in ranks
     ]
     head = [
         "",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
-    from spmd_engine.sharding.experts import even, greedy, imbalance, moved, optimal, rebalanced, routing_table
+    from spmd_engine.sharding.experts import even, greedy, imbalance, moved, rebalanced, routing_table
     from spmd_engine.sharding.layout import Layout, Spec
     from spmd_engine.sharding.placement import ArrayPlacement, Placement
     from spmd_engine.sharding.rectangles import Rectangle
@@ -41,7 +41,6 @@ __all__ = [
     "greedy",
     "imbalance",
     "moved",
-    "optimal",
     "plan_transfer",
     "rebalanced",
     "reshard",

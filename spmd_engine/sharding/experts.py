@@ -34,55 +34,12 @@ def greedy(loads: Sequence[float], parts: int, most_per_part: int | None = None)
     placement = [0] * len(loads)
     lightest: list[tuple[float, int, int]] = [(0, 0, part) for part in range(parts)]  # load, experts, part
     heapify(lightest)
-    for expert in _heaviest_first(loads):
+    for expert in sorted(range(len(loads)), key=lambda expert: (-loads[expert], expert)):
         load, count, part = heappop(lightest)
         placement[expert] = part
         if count + 1 != most_per_part:
             heappush(lightest, (load + loads[expert], count + 1, part))
     return tuple(placement)
-
-
-def optimal(loads: Sequence[float], parts: int, most_per_part: int | None = None, *, steps: int = 200_000) -> Placement:
-    """A placement whose heaviest part has the least load, by branch and bound from the greedy placement.
-
-    For up to about sixteen experts: raises UsageError if the search takes more than ``steps`` tries (about a second).
-    """
-    best = greedy(loads, parts, most_per_part)
-    limit, least = max(_sum_loads(best, loads, parts)), _lower_bound(loads, parts)
-    order, placement = _heaviest_first(loads), [0] * len(loads)
-    held: list[float] = [0] * parts
-    counts = [0] * parts
-    tries = 0
-
-    def place(at: int) -> None:
-        """Try all parts for the experts from ``order[at]``, while the load of every part stays below ``limit``."""
-        nonlocal best, limit, tries
-        if at == len(order):
-            best, limit = tuple(placement), max(held)
-            return
-        expert, tried = order[at], set()
-        for part in sorted(range(parts), key=lambda part: (held[part], counts[part])):
-            load = held[part] + loads[expert]
-            if limit <= least or load >= limit:
-                return  # the remaining parts have at least this load
-            if counts[part] == most_per_part or (held[part], counts[part]) in tried:
-                continue
-            tried.add((held[part], counts[part]))
-            tries += 1
-            if tries > steps:
-                raise UsageError(
-                    f"the best placement of {len(loads)} experts on {parts} parts was not found in {steps:,} steps: "
-                    "use the greedy one, whose heaviest part has at most 4/3 as much"
-                )
-            before, held[part] = held[part], load
-            counts[part] += 1
-            placement[expert] = part
-            place(at + 1)
-            held[part] = before
-            counts[part] -= 1
-
-    place(0)
-    return best
 
 
 def load_by_part(placement: Placement, loads: Sequence[float] | np.ndarray, parts: int) -> np.ndarray:
@@ -129,28 +86,6 @@ def rebalanced(
         return placement
     better = renumbered(placement, greedy(loads, parts, most_per_part), parts)
     return better if imbalance(better, loads, parts) < imbalance(placement, loads, parts) else placement
-
-
-def _sum_loads(placement: Placement, loads: Sequence[float], parts: int) -> list[float]:
-    """The load of each part, added up in the order of ``greedy`` and ``optimal``."""
-    held: list[float] = [0] * parts
-    for expert in _heaviest_first(loads):
-        held[placement[expert]] += loads[expert]
-    return held
-
-
-def _heaviest_first(loads: Sequence[float]) -> list[int]:
-    return sorted(range(len(loads)), key=lambda expert: (-loads[expert], expert))
-
-
-def _lower_bound(loads: Sequence[float], parts: int) -> float:
-    """A lower bound of the heaviest part's load in any placement."""
-    ordered = sorted(loads, reverse=True)
-    # Some part has n + 1 of the n · parts + 1 heaviest experts.
-    bounds = [sum(ordered[n * parts - n : n * parts + 1]) for n in range(len(ordered)) if n * parts < len(ordered)]
-    integers = all(isinstance(load, int | np.integer) for load in ordered)
-    mean = -(-sum(ordered) // parts) if integers else sum(ordered) / parts
-    return max([mean, *bounds])
 
 
 def _check(experts: int, parts: int, most_per_part: int | None, loads: Sequence[float] = ()) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import chain
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.axes import MeshPosition
-from spmd_engine.comm.agreement.rank_zero import gather_json
+from spmd_engine.comm.agreement.rank_zero import gather_equal_json, of_equal_ranks
 from spmd_engine.comm.agreement.signature import number_of
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.notation import Spec
@@ -284,10 +285,7 @@ def exchange_placements(group: Group, held: Mapping[str, Held], *, label: str = 
     members: dict[int, list[int]] = {}  # the ranks that have equal patterns
     for rank, number in enumerate([int(row[0]) for row in rows]):
         members.setdefault(number, []).append(rank)
-    patterns = [pattern] * len(rows)
-    if len(members) > 1:
-        is_first = any(ranks[0] == group.rank for ranks in members.values())
-        patterns = gather_json(group, pattern if is_first else None, label)
+    patterns = of_equal_ranks(group, pattern, [int(row[0]) for row in rows], label)
     classes = []
     for ranks in members.values():
         numbers_of_ranks = np.concatenate([rows[rank][2:] for rank in ranks]).reshape(len(ranks), -1)
@@ -335,15 +333,23 @@ def _placements(classes: Sequence[tuple[Mapping[str, Any], np.ndarray, np.ndarra
 def exchange_shapes(
     group: Group, place: MeshPosition, blocks: Mapping[str, tuple[Spec, Sequence[int]]], *, label: str = "shape"
 ) -> dict[str, tuple[int, ...]]:
-    """The whole shapes of arrays sharded over a mesh, from the shapes of all ranks' blocks. One all_gather.
+    """The whole shapes of arrays sharded over a mesh, from the shapes of all ranks' blocks. One all_gather, or two.
 
     ``group`` has all ranks of the mesh, and this rank is at ``place``. The result lacks an array if a rank along the
     axes that shard it does not have it.
     """
-    gathered = gather_json(group, {name: tuple(shape) for name, (_, shape) in blocks.items()}, label)
-    shapes = {}
+    gathered = gather_equal_json(group, {name: tuple(shape) for name, (_, shape) in blocks.items()}, label)
+
+    @cache
+    def along(axes: tuple[str, ...]) -> list[tuple[Mapping[str, Sequence[int]], int]]:
+        """The shapes that ranks along these axes have, and how many have them."""
+        objects = [gathered[peer.index(None)] for peer in place.peers(axes)]
+        counts, by_id = Counter(map(id, objects)), dict(zip(map(id, objects), objects, strict=True))
+        return [(by_id[number], count) for number, count in counts.items()]
+
+    whole = {}
     for name, (spec, shape) in blocks.items():
-        along = [[gathered[peer.index(None)].get(name) for peer in place.peers(axes)] for _, axes in spec]
-        if all(len(other or ()) == len(shape) for others in along for other in others):
-            shapes[name] = tuple(sum(other[dim] for other in others) for dim, others in enumerate(along))
-    return shapes
+        dims = [[(shapes.get(name) or (), count) for shapes, count in along(axes)] for _, axes in spec]
+        if all(len(other) == len(shape) for others in dims for other, _ in others):
+            whole[name] = tuple(sum(other[dim] * count for other, count in others) for dim, others in enumerate(dims))
+    return whole

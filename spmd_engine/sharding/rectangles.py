@@ -118,6 +118,11 @@ def intersections(
     return start, stop, (stop - start).prod(axis=-1)
 
 
+def intersected(bounds: np.ndarray, one: Rectangle) -> np.ndarray:
+    """Which of the rectangles with starts and stops ``bounds[rectangles 2 dims]`` share an element with ``one``."""
+    return (np.maximum(bounds[:, 0], one.start) < np.minimum(bounds[:, 1], one.stop)).all(axis=1)
+
+
 def covers_once(bounds: np.ndarray, shape: Sequence[int]) -> bool:
     """Whether rectangles that are not empty, with starts and stops ``bounds[rectangles 2 dims]``, have each element of
     an array of this shape exactly once."""

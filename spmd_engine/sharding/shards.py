@@ -127,7 +127,7 @@ class Shards:
         calls = self._scatters(dims, over, onto)
         for group, dim in calls:
             x = group.reduce_scatter(x, dim, label=self.label)
-        return x if calls else self.all_reduce(x, over)
+        return self.all_reduce(x, over) if not calls and self._axes(over, "inside") else x
 
     def start_reduce_scatter(self, x: Array, dims: str, *, over: str, onto: str) -> Array | Pending:
         """``reduce_scatter`` without waiting for it; ``x`` itself where there is nothing to reduce."""

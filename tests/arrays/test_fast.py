@@ -12,6 +12,7 @@ import pytest
 import test_cuda_kernels
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import activations
+from spmd_engine.arrays.attention import attend_to_all, attend_to_keys
 from spmd_engine.arrays.backend import CPU, backend_of
 from spmd_engine.arrays.numba.functions import FastFunctions, fast_functions
 from spmd_engine.engine import AdamW, LayeredEngine
@@ -110,6 +111,16 @@ def test_what_is_no_number_stays_so(loops):
 
 def test_float64_is_left_to_numpy(loops):
     assert loops.takes(normals(3, dtype=np.float32)) and not loops.takes(normals(3))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3, 8), (2, 1, 3, 2, 5), (1, 1, 2, 4, 16)])
+def test_one_query_attends_to_few_keys_alike(loops, monkeypatch, shape):
+    q, (k, v) = normals(*shape, dtype=np.float32), normals(2, shape[0], 21, shape[2], shape[-1], dtype=np.float32)
+    keys = np.zeros((shape[0], 21), np.int64)
+    expected, _ = attend_to_keys(*(x.astype(np.float64) for x in (q, k, v)), keys[:, :1], keys)
+    monkeypatch.setitem(CPU.__dict__, "kernels", loops)
+    for some in (k, np.concatenate([k, k], axis=1)[:, :21]):  # the latter is not contiguous if there are two sequences
+        np.testing.assert_allclose(attend_to_all(q, some, v), expected, rtol=1e-4, atol=1e-6)
 
 
 def train():

@@ -80,6 +80,14 @@ def test_what_was_exchanged_is_found():
     assert len(set(sums)) == 3
 
 
+def test_differences_name_the_rows_of_each_chunk(monkeypatch):
+    monkeypatch.setattr(digests, "CHUNK", 6)  # two rows
+    one, other = (
+        {"x": digests.ArrayDigest((5, 3), "F32", np.array(sums, np.uint64))} for sums in ([1, 2, 3], [1, 4, 5])
+    )
+    assert differences(one, other) == ["x: rows 2 to 3 of [5, 3] differ", "x: rows 4 to 4 of [5, 3] differ"]
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_an_export_is_one_plain_file_whoever_writes_it(tmp_path, reference, ranks):
     def program():

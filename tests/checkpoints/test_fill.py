@@ -106,7 +106,10 @@ def test_what_one_thread_of_several_finds_damaged_ends_the_others(tmp_path, monk
 
     def slow(self, asked):
         used.add(get_ident())
-        sleep(0.001)
+        for _ in range(5000 * (len(used) < threads)):  # until all have begun
+            sleep(0.001)
+            if len(used) == threads:
+                break
         read(self, asked)
 
     monkeypatch.setattr(PartReader, "read", slow)

@@ -14,7 +14,7 @@ from spmd_engine.engine.build import build_engine
 from spmd_engine.engine.helpers import PartedPasses, parse_assign, passes_of
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.engine.schedules.schedule import Backward, Forward, MoveGradients, Schedule
+from spmd_engine.engine.schedules.schedule import Backward, Compute, Forward, MoveGradients, Schedule, check_programs
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.models.decoder import GPT_SIZES
 from spmd_engine.models.lora import LoRAOptions
@@ -199,6 +199,30 @@ def test_programs_of_stages_and_helper_ranks_fit_together(schedule):
         of_helpers = [each for place in places[stages:] for each in passes.program(3, place)]
         moved = [each for each in of_helpers if isinstance(each, MoveGradients)]
         assert {each.chunk for each in moved} == {n for n, part in enumerate(passes.parts) if part.rank is not None}
+
+
+def test_one_pass_forward_or_backward_visits_each_part_once_in_order():
+    gpt, axes = build_model("gpt-nano"), {"pipe": 2}
+    passes = passes_of(gpt, ParallelConfig(mesh=axes, assign="embedding:rank2,block5-6:rank3"), axes)
+    assert [(part.chunk, part.rank) for part in passes.parts] == [
+        (0, None),
+        (0, 2),
+        (0, None),
+        (1, None),
+        (1, 3),
+        (1, None),
+    ]
+    computed = {
+        kind: [[work for work in passes.one_pass(kind, place) if isinstance(work, Compute)] for place in range(4)]
+        for kind in (Forward, Backward)
+    }
+    assert computed[Forward] == [[Forward(0, n) for n in parts] for parts in ([0, 2], [3, 5], [1], [4])]
+    moved = [[MoveGradients(0, 1)], [MoveGradients(0, 4)]]
+    own = [[Backward(0, 2)], [Backward(0, 5), Backward(0, 3)]]  # no gradient of data is passed on to part 0
+    assert computed[Backward][:2] == [work + after for work, after in zip(own, moved, strict=True)]
+    assert computed[Backward][2:] == [[Backward(0, n), MoveGradients(0, n)] for n in (1, 4)]
+    programs = [[*passes.one_pass(Forward, place), *passes.one_pass(Backward, place)] for place in range(4)]
+    check_programs(programs, passes.places, ["0", "1", "2", "3"])
 
 
 def test_a_schedule_that_waits_for_itself_is_refused_before_the_first_step():

@@ -173,6 +173,22 @@ def test_a_stash_holds_the_last_two_layers_and_one_copy_of_what_several_save(fol
     assert freed == {64 * 32 * 8 * 8: stash._target._end // (64 * 32 * 8 * 8)}
 
 
+def test_a_stash_does_not_keep_what_was_read_back_in_memory(folder):
+    stash = Stash(FileTarget(folder))
+    trees = [stash.put(np.full(1 << 14, layer, np.uint8)) for layer in range(3)]  # the first one is written now
+    for _ in range(2):
+        assert _is_freed(trees[0].block._seen)
+        taken = stash.take(trees[0])
+        assert not taken.any()
+        del taken
+    assert _is_freed(trees[0].block._seen)
+
+
+def _is_freed(memory):
+    """Whether memory is freed within two seconds: a thread that moved it lets go of it a little later."""
+    return any(memory() is None or sleep(0.001) for _ in range(2000))
+
+
 def test_another_block_gets_the_place_of_a_freed_one_only_once_that_is_written(folder, monkeypatch):
     write, disk_is_ready = FileTarget.write, Event()
     monkeypatch.setattr(

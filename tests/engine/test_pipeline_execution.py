@@ -9,7 +9,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine import schedules
 from spmd_engine.engine.pipeline import LayerSegment, PipelineNeighbours
-from spmd_engine.engine.schedules.timeline import peak_activations, timeline
+from spmd_engine.engine.schedules.schedule import peak_activations, timeline
 from support.toy_layers import Stand, execution_of, through
 
 

@@ -249,6 +249,34 @@ def test_a_large_array_is_read_in_parts(tmp_path, monkeypatch):
     assert texts_of(path) == [row["text"] for row in rows]
 
 
+@pytest.mark.parametrize("separator", [", ", ",\n ", " ,"])
+def test_elements_with_text_like_a_border_of_elements_are_whole(tmp_path, monkeypatch, separator):
+    monkeypatch.setattr("spmd_engine.formats.text_documents.CHUNK", 256)
+    rows = [{"text": f'{number} }}{separator}{{"text": "x' * (number % 5)} for number in range(60)]
+    chats = [{"messages": [*CHAT, {"role": "user", "content": '}, {"messages": ['}] * 2} for _ in range(9)]
+    path = write(tmp_path, "x.json", "[" + separator.join(map(json.dumps, rows)) + "]")
+    assert [each.text for each in read(path)] == [row["text"] for row in rows]
+    path = write(tmp_path, "y.json", "[" + separator.join(map(json.dumps, chats)) + "]")
+    assert [each.messages for each in read(path)] == [row["messages"] for row in chats]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\n{"text":\n"b"}\n', "at byte 14: this line cannot be read as JSON"),
+        (
+            '{"text": "\u00fc"}\n\n{"text": "a"} {"text": "b"}\n',
+            "at byte 16: this line cannot be read as JSON: Extra data",
+        ),
+        ('{"text": "a"},\n', "at byte 0: this line"),
+        ('{"text": "a\nb"}\n', "at byte 0: this line"),
+    ],
+)
+def test_a_line_has_exactly_one_row(tmp_path, content, message):
+    with pytest.raises(UsageError, match=message):
+        read(write(tmp_path, "x.jsonl", content))
+
+
 def test_the_first_row_names_the_keys_that_are_not_read(tmp_path):
     path = write(tmp_path, "x.csv", "id,text,url\n1,a,b\n2,c,d\n")
     assert [(each.text, each.unread) for each in read(path)] == [("a", ("id", "url")), ("c", ())]

@@ -4,7 +4,7 @@ import pytest
 
 from spmd_engine.cli import main
 from spmd_engine.engine.schedules.orders import SCHEDULES, named
-from spmd_engine.engine.schedules.timeline import makespan, timeline
+from spmd_engine.engine.schedules.schedule import makespan, timeline
 from spmd_engine.pictures import PALE
 
 ONE_FORWARD_ONE_BACKWARD = """

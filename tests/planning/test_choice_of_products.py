@@ -201,7 +201,8 @@ def test_ranks_use_what_all_have(installed, measured, others, monkeypatch):
             return others
         return Numpy2("onednn")
 
-    monkeypatch.setattr(product_choice, "load", load)
+    for module in (products, product_choice):
+        monkeypatch.setattr(module, "load", load)
 
     def program():
         with Mesh(data=3) as mesh:
@@ -223,6 +224,25 @@ def test_ranks_use_the_same_libraries(installed, measured):
 
     assert run_threads(program, ranks=3) == [([], {(dtype, "large", "onednn") for dtype in DTYPES})] * 3
     assert len(measured) == 1  # on rank 0
+
+
+def test_only_rank_0_loads_a_library_that_is_not_the_fastest(installed, measured, monkeypatch):
+    loaded = []
+
+    def load(name):
+        loaded.append((threading.current_thread().name, name))
+        return Numpy2(name) if name == "onednn" else None
+
+    monkeypatch.setattr(products, "MARGIN", 9)
+    for module in (products, product_choice):
+        monkeypatch.setattr(module, "load", load)
+
+    def program():
+        with Mesh(data=3) as mesh:
+            return choose_products(mesh.group()), used()
+
+    assert run_threads(program, ranks=3) == [([], set())] * 3
+    assert {rank for rank, _ in loaded} == {"rank 0"}
 
 
 def test_rates_are_positive_and_wrong_results_are_left_out(monkeypatch):

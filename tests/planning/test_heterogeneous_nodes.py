@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import best_division
 from spmd_engine.planning.search.search import Limits
 from spmd_engine.planning.search.search_space import Candidate
+from spmd_engine.planning.search.shares import state_shares
 
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "gpt-nano")
 MIB = 1 << 20
@@ -168,3 +170,16 @@ def test_memory_of_unequal_ranks_is_shown_as_shares_of_their_own():
     limit = "memory at most 100% of each rank's (4.00 MiB to 40.00 MiB) and mesh data=2 cannot be kept together"
     assert limit in result.why_not and re.search(r"it needs [\d.]+ MiB of its 4.00 MiB on rank 1$", result.why_not)
     assert result.limits.shown("memory", 33 * MIB) == "150%"  # of the mean, in which searches count
+
+
+def test_shares_of_state_follow_the_memory_that_the_rest_of_a_step_leaves():
+    candidate = Candidate((("data", 2),), batch_size=2, micro_batches=1, zero=1)
+    before = {"optimizer state": 40, "gradients": 20}  # zero 1 shards only the first
+    analysis = SimpleNamespace(
+        peak_bytes_by_rank=lambda: [100, 100], of_rank=lambda rank: SimpleNamespace(before=before)
+    )
+    evaluation = SimpleNamespace(analysis=analysis)
+    assert state_shares(SMALL, candidate, evaluation, [156, 92]) == "data=3:1"  # 96 and 32 bytes are free
+    assert state_shares(SMALL, candidate, evaluation, [100, 50]) == "data=1:0"  # none is free
+    assert state_shares(SMALL, candidate, evaluation, [100, 102]) is None  # nearly equal
+    assert state_shares(SMALL, replace(candidate, zero=0), evaluation, [156, 92]) is None

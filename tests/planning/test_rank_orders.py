@@ -145,6 +145,13 @@ def test_equal_nodes_and_ranks_of_a_node_are_interchangeable():
     assert len(list(RankOrders(linked, {"data": 6}).all())) == factorial(6)
 
 
+def test_orders_near_to_another_exchange_two_ranks_or_two_slices_of_the_mesh():
+    nodes = tuple(node(f"node{number}", 1, 1e10 * (1 + number)) for number in range(4))
+    orders = RankOrders(Machine("unequal", nodes, Link(1e-4, 1e9)), {"pipe": 2, "data": 2})
+    two_ranks = {(1, 0, 2, 3), (2, 1, 0, 3), (3, 1, 2, 0), (0, 2, 1, 3), (0, 3, 2, 1), (0, 1, 3, 2)}
+    assert set(orders.near((0, 1, 2, 3))) == two_ranks | {(2, 3, 0, 1), (1, 0, 3, 2)}
+
+
 def test_a_machine_in_another_order_is_the_same_machine():
     machine = replace(drawn_machine(2), pairs={(0, 5): Link(1e-3, 1e6)})
     order = (3, 5, 0, 1, 4, 2)

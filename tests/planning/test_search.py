@@ -9,7 +9,7 @@ import pytest
 
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.schedules import named
-from spmd_engine.engine.schedules.timeline import makespan, peak_activations, timeline
+from spmd_engine.engine.schedules.schedule import makespan, peak_activations, timeline
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze, plan

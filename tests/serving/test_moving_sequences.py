@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from spmd_engine.engine import LayeredEngine, ParallelConfig
 from spmd_engine.engine.reshape import Reshaper, Shape, ShapeRequest
 from spmd_engine.models import DecoderConfig
 from spmd_engine.models.decoder import decoder
-from spmd_engine.serving import SamplingOptions, StoppingCriteria
+from spmd_engine.serving import SamplingOptions, StoppingCriteria, generation
 from spmd_engine.serving.generation import BATCH, NextTokens, _Writer
 from spmd_engine.sharding import Layout
 from support import tiny
@@ -65,3 +66,12 @@ def expected():
 )
 def test_sequences_continue_on_another_mesh(meshes):
     assert written(*meshes) == expected()
+
+
+def test_sequences_that_moved_are_split_as_a_batch_is(monkeypatch):
+    model, rows = NextTokens.__new__(NextTokens), []
+    monkeypatch.setattr(generation, "unpack_cache", lambda engine, mine, *rest: (rows.extend(mine), {}))
+    engine = SimpleNamespace(mesh=None, batch_span=lambda samples: slice(1, samples))
+    facts = [{"texts": [(5, [1]), (2, [3, 4])]}, {"texts": [(9, [6])]}]
+    model.unpack(engine, facts, None)
+    assert rows == model._rows == [5, 9] and model._texts == {2: [3, 4], 5: [1], 9: [6]}

@@ -6,7 +6,14 @@ import pytest
 from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.random import gumbel_at
 from spmd_engine.errors import UsageError
-from spmd_engine.serving.sampling import SamplingOptions, Vocabulary, choose, generation_config, read_generation_config
+from spmd_engine.serving.sampling import (
+    SamplingOptions,
+    Vocabulary,
+    _penalised,
+    choose,
+    generation_config,
+    read_generation_config,
+)
 
 V = 300
 RNG = np.random.default_rng(0)
@@ -144,3 +151,8 @@ def test_a_model_s_own_configuration(tmp_path):
             generation_config(content)
     with pytest.raises(UsageError, match="cannot be read as JSON"):
         read_generation_config(tmp_path)
+
+
+def test_a_penalty_makes_earlier_tokens_less_likely_whatever_the_sign_of_their_scores():
+    scores = _penalised(np.array([[-2.0, 2.0, 3.0, -1.0]]), [[11, 10, 10, 3, 14]], 4.0, start=10)
+    assert scores.tolist() == [[-8.0, 0.5, 3.0, -1.0]]

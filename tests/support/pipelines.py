@@ -16,8 +16,7 @@ from spmd_engine.engine.schedules.orders import (
     ZeroBubble,
     ZeroBubbleH2,
 )
-from spmd_engine.engine.schedules.schedule import StartReceiveInput, StartSendOutput
-from spmd_engine.engine.schedules.timeline import timeline
+from spmd_engine.engine.schedules.schedule import StartReceiveInput, StartSendOutput, timeline
 
 INTERLEAVED = [Interleaved(2), Interleaved(3)]
 ZERO_BUBBLE = [ZeroBubble(), ZeroBubbleH2()]

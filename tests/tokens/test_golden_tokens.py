@@ -44,6 +44,40 @@ def test_texts_have_the_tokens_of_transformers(tmp_path, name):
     assert not different
 
 
+SPLIT = {"type": "Split", "pattern": {"Regex": "[a-z]+|[^a-z]+"}, "behavior": "Removed", "invert": True}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+PREPEND = {"type": "Prepend", "prepend": "\u2581"}
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+#: Folders as those of GPT-4o and of older Llamas on the hub: the steps of tokenizer.json, beside the name of a class.
+STEPS = {
+    "gpt2": ("GPT2Tokenizer", {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, BYTES]}}),
+    "llama 2": (
+        "LlamaTokenizer",
+        {"pre_tokenizer": None, "normalizer": {"type": "Sequence", "normalizers": [PREPEND, REPLACE]}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_text_is_split_as_the_file_says_whatever_class_is_named(tmp_path, name):
+    """The file is the reference: its library, and transformers without the class (PreTrainedTokenizerFast), read so.
+
+    AutoTokenizer of transformers 5 takes the normalizer and the pre-tokenizer of the class instead; of GPT-4o's folder
+    it then makes other tokens than OpenAI's own library, which agrees with the file.
+    """
+    from tokenizers import Tokenizer
+
+    write_folder(tmp_path, name)
+    named, changes = STEPS[name]
+    text = json.dumps(json.loads((tmp_path / "tokenizer.json").read_text()) | changes)
+    (tmp_path / "tokenizer.json").write_text(text)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found, reference = read_tokenizer(tmp_path), Tokenizer.from_str(text)
+    assert [found.encode(each) for each in GOLDEN["texts"]] == [reference.encode(each).ids for each in GOLDEN["texts"]]
+    assert [found.encode(each) for each in GOLDEN["texts"]] != GOLDEN["ids"][name]  # what the class does
+
+
 def chat_folder(folder, name):
     """A folder with a template of the manifest, as models have it: without the tags around what is learnt."""
     described = GOLDEN["templates"][name]

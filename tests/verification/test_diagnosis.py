@@ -45,6 +45,7 @@ def test_multiples():
     assert causes([RIGHT * 3] * 4, micro_batches=3) == [(Cause.REPEATED_SUM, ())]
     assert causes([RIGHT / 3] * 4, micro_batches=3) == [(Cause.MEAN, ())]
     assert causes([RIGHT * -0.37] * 4) == [(Cause.FACTOR, ())]
+    assert causes([RIGHT * (1 + 1e-5)] * 4) == [(Cause.FACTOR, ())]  # one micro-batch cannot be summed twice
     assert causes([RIGHT * [1, 1, 3]] * 4) == []
 
 

@@ -73,30 +73,25 @@ class FastFunctions:
     def round_to_bfloat16(self, x, out=None):
         """``x`` as bfloat16, in contiguous ``out`` if given."""
         x = contiguous(x)
-        y = np.empty_like(x, bfloat16) if out is None else out
+        y = np.empty(x.shape, _BFLOAT16) if out is None else out
         self._loops.round_to_bfloat16(x, y.view(np.int16))
         return y
 
-    def add_halves(self, x, y):
-        """x += y, of bfloat16, shaped as x or its last dims; False if the loop does not take these arrays."""
-        return self._of_halves(self._loops.add_halves, x, y)
-
-    def multiply_halves(self, x, y):
-        """x *= y; see ``add_halves``."""
-        return self._of_halves(self._loops.multiply_halves, x, y)
-
-    def _of_halves(self, loop, x, y):
+    def change_halves(self, name, x, y):
+        """x += y ("add_halves") or x *= y ("multiply_halves"), of bfloat16, y shaped as x or its last dims; False if
+        the loop does not take these arrays."""
         alike = x.dtype == y.dtype == bfloat16 and x.flags.c_contiguous and y.ndim
         if not alike or y.shape != x.shape[x.ndim - y.ndim :]:
             return False
         if x.size:
-            loop(*(z.view(np.int16).reshape(-1, prod(y.shape)) for z in (x, np.ascontiguousarray(y))))
+            halves = (z.view(np.int16).reshape(-1, prod(y.shape)) for z in (x, np.ascontiguousarray(y)))
+            getattr(self._loops, name)(*halves)
         return True
 
     def kept_where(self, x, flags):
         """x · flags, in the dtype of ``x``."""
         x = contiguous(x)
-        y = np.empty_like(x)
+        y = np.empty(x.shape, x.dtype)
         self._loop("kept_where", x)(x, np.ascontiguousarray(np.broadcast_to(flags, x.shape)), y)
         return y
 
@@ -110,21 +105,21 @@ class FastFunctions:
 
     def _activation(self, name, z, slope_dtype):
         z = contiguous(z)
-        y = np.empty_like(z)
+        y = np.empty(z.shape, z.dtype)
         if slope_dtype is None:
             self._loop(f"{name}_value", z)(z, y)
             return y, None
-        slope = np.empty_like(z, slope_dtype)
+        slope = np.empty(z.shape, slope_dtype)
         self._loop(name, z)(z, y, slope)
         return y, slope
 
     def silu_gate(self, z, u, want_slopes=True):
         z, u = contiguous(z), _spread(u, z.shape, z.dtype)
-        h = np.empty_like(z)
+        h = np.empty(z.shape, z.dtype)
         if not want_slopes:
             self._loop("silu_gate_value", z)(z, u, h)
             return h, None
-        slopes = np.empty_like(z), np.empty_like(z)
+        slopes = np.empty(z.shape, z.dtype), np.empty(z.shape, z.dtype)
         self._loop("silu_gate", z)(z, u, h, *slopes)
         return h, slopes
 
@@ -132,13 +127,10 @@ class FastFunctions:
 
     def rotate(self, x, rotation, neighbours, *, back=False):
         cosine, sine = rotation
-        rows, pairs = x.shape[:2], cosine.shape[-1]
-        cosine = _spread(cosine, (*rows, pairs))
-        sine = _spread(-sine if back else sine, (*rows, pairs))
-        flat = contiguous(x).reshape(prod(rows), prod(x.shape[2:-1]), x.shape[-1])
-        y = np.empty_like(flat)
-        self._loop("rotate_neighbours" if neighbours else "rotate_halves", flat)(flat, cosine, sine, y)
-        return y.reshape(x.shape)
+        x, shape = contiguous(x), (*x.shape[:2], cosine.shape[-1])
+        cosine, sine, y = _spread(cosine, shape), _spread(-sine if back else sine, shape), np.empty(x.shape, x.dtype)
+        self._loop("rotate_neighbours" if neighbours else "rotate_halves", x)(x, cosine, sine, y)
+        return y
 
     # Norms
 
@@ -192,29 +184,35 @@ class FastFunctions:
     # Softmax over the keys of a block's scores[... t s], contiguous float32 (``attention``)
 
     def softmax_over_keys(self, scores, scale, dtype):
-        p, shape = np.empty_like(scores, dtype), (*scores.shape[:-2], scores.shape[-1])
-        top, sums = np.empty_like(scores, shape=shape), np.empty_like(scores, shape=shape)
+        p, shape = np.empty(scores.shape, dtype), (*scores.shape[:-2], scores.shape[-1])
+        top, sums = np.empty(shape, scores.dtype), np.empty(shape, scores.dtype)
         self._loop("softmax_over_keys", p)(scores, scale, p, top, sums)
         return p, top, sums
 
     def products_of_rows(self, x, y):
         x, y = contiguous(x), contiguous(y)
-        sums = np.empty_like(x, np.float32, shape=x.shape[:-1])
+        sums = np.empty(x.shape[:-1], _FLOAT32)
         self._loop("products_of_rows", x)(x, y, sums)
         return sums
 
     def exponentiate_keys(self, scores, scale, shift, dtype):
-        p = np.empty_like(scores, dtype)
+        p = np.empty(scores.shape, dtype)
         self._loop("exponentiate_columns", p)(scores, scale, _of_columns(shift, scores), p)
         return p
 
     def softmax_gradient(self, ds, p, projection, scale, dtype):
-        y = np.empty_like(ds, dtype)
+        y = np.empty(ds.shape, dtype)
         self._loop("softmax_backward", y)(ds, p, _of_columns(projection, ds), scale, y)
         return y
 
+    def attend_to_all(self, q, k, v):
+        q = contiguous(q)
+        y, scores = np.empty(q.shape, q.dtype), np.empty(k.shape[1], q.dtype)
+        self._loops.attend_to_all(q, k, v, q.shape[-1] ** -0.5, scores, y)
+        return y
+
     def scores_of_targets(self, scores, targets, top):
-        result = np.empty_like(scores, shape=len(targets))
+        result = np.empty(len(targets), scores.dtype)
         rows = scores.shape[:1]
         self._loops.scores_of_targets(contiguous(scores), _indices(targets, rows), _spread(top, rows), result)
         return result
@@ -264,14 +262,14 @@ def _of_columns(x: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 def _norm(loop, x: np.ndarray, epsilon: float, *parameters: np.ndarray) -> tuple[np.ndarray, ...]:
     x = contiguous(x)
-    results = np.empty_like(x), np.empty_like(x), np.empty_like(x, np.float32, shape=x.shape[:-1])
+    results = np.empty(x.shape, x.dtype), np.empty(x.shape, x.dtype), np.empty(x.shape[:-1], _FLOAT32)
     loop(x, *[_spread(parameter, x.shape[-1:]) for parameter in parameters], epsilon, *results)
     return results
 
 
 def _norm_backward(loop, dy: np.ndarray, normal: np.ndarray, inverse: np.ndarray, scale: np.ndarray) -> np.ndarray:
     dy = contiguous(dy)
-    dx = np.empty_like(dy)
+    dx = np.empty(dy.shape, dy.dtype)
     loop(dy, _spread(normal, dy.shape, dy.dtype), _spread(inverse, dy.shape[:-1]), _spread(scale, dy.shape[-1:]), dx)
     return dx
 

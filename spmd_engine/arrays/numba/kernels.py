@@ -354,6 +354,33 @@ def softmax_backward(ds: Blocks, p: Blocks, projection: Rows, scale: Number, y: 
 
 
 @compiled_sums
+def attend_to_all(q: Rows, k: Images, v: Images, scale: Number, scores: Vector, y: Rows):
+    """y[b h s k] of queries q[b h s k] that see all keys k[b t h k]; scores[t] are those of one query at a time."""
+    batch, keys, heads, width = k.shape
+    queries = len(q) // (batch * heads)  # of each head
+    for row in range(len(q)):
+        b, h = row // (heads * queries), row // queries % heads
+        top, total = f32(-np.inf), f32(0)
+        for t in range(keys):
+            x = f32(0)
+            for j in range(width):
+                x += q[row, j] * k[b, t, h, j]
+            x *= scale
+            scores[t] = x
+            top = x if x > top or x != x else top
+        for j in range(width):
+            y[row, j] = f32(0)
+        for t in range(keys):
+            scores[t] = exponential(scores[t] - top)
+            total += scores[t]
+        for t in range(keys):
+            for j in range(width):
+                y[row, j] += scores[t] * v[b, t, h, j]
+        for j in range(width):
+            y[row, j] /= total
+
+
+@compiled_sums
 def products_of_rows(x: AnyRows, y: AnyRows, sums: Vector):
     """sums[n] of x[n d] * y[n d] over d."""
     rows, width = x.shape
@@ -457,30 +484,30 @@ def silu_gate_value(z: AnyVector, u: AnyVector, h: AnyVector):
 
 
 @compiled
-def rotate_halves(x: AnyBlocks, cosine: Rows, sine: Rows, y: AnyBlocks):
-    """y[n h k]: pairs are (i, i + p), and what is beyond 2p stays."""
-    rows, heads, width = x.shape
-    pairs = cosine.shape[1]
-    for i in range(rows):
-        for h in range(heads):
+def rotate_halves(x: AnyRows, cosine: Rows, sine: Rows, y: AnyRows):
+    """y[n h k], with one rotation for all h: pairs are (i, i + p), and what is beyond 2p stays."""
+    width, (positions, pairs) = x.shape[1], cosine.shape
+    heads = len(x) // max(positions, 1)
+    for i in range(positions):
+        for h in range(i * heads, (i + 1) * heads):
             for j in range(pairs):
-                first, second = wide(x[i, h, j]), wide(x[i, h, j + pairs])
-                y[i, h, j] = stored(first * cosine[i, j] - second * sine[i, j], y)
-                y[i, h, j + pairs] = stored(second * cosine[i, j] + first * sine[i, j], y)
+                first, second = wide(x[h, j]), wide(x[h, j + pairs])
+                y[h, j] = stored(first * cosine[i, j] - second * sine[i, j], y)
+                y[h, j + pairs] = stored(second * cosine[i, j] + first * sine[i, j], y)
             for j in range(2 * pairs, width):
-                y[i, h, j] = x[i, h, j]
+                y[h, j] = x[h, j]
 
 
 @compiled
-def rotate_neighbours(x: AnyBlocks, cosine: Rows, sine: Rows, y: AnyBlocks):
-    """y[n h k]: pairs are (2i, 2i + 1), and what is beyond 2p stays."""
-    rows, heads, width = x.shape
-    pairs = cosine.shape[1]
-    for i in range(rows):
-        for h in range(heads):
+def rotate_neighbours(x: AnyRows, cosine: Rows, sine: Rows, y: AnyRows):
+    """y[n h k], with one rotation for all h: pairs are (2i, 2i + 1), and what is beyond 2p stays."""
+    width, (positions, pairs) = x.shape[1], cosine.shape
+    heads = len(x) // max(positions, 1)
+    for i in range(positions):
+        for h in range(i * heads, (i + 1) * heads):
             for j in range(pairs):
-                first, second = wide(x[i, h, 2 * j]), wide(x[i, h, 2 * j + 1])
-                y[i, h, 2 * j] = stored(first * cosine[i, j] - second * sine[i, j], y)
-                y[i, h, 2 * j + 1] = stored(second * cosine[i, j] + first * sine[i, j], y)
+                first, second = wide(x[h, 2 * j]), wide(x[h, 2 * j + 1])
+                y[h, 2 * j] = stored(first * cosine[i, j] - second * sine[i, j], y)
+                y[h, 2 * j + 1] = stored(second * cosine[i, j] + first * sine[i, j], y)
             for j in range(2 * pairs, width):
-                y[i, h, j] = x[i, h, j]
+                y[h, j] = x[h, j]

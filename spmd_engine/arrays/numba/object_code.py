@@ -17,16 +17,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from importlib.util import find_spec
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from typing import Any
 
 import llvmlite
 import numpy as np
-from llvmlite import binding
 
 from spmd_engine.errors import UsageError
 from spmd_engine.files import open_private, open_regular
 from spmd_engine.runtime.launchers import launcher_rank, launcher_size, terminal
+
+
+def _llvm(*modules: str) -> list[Any]:
+    """Modules of ``llvmlite.binding``, without the others, whose import takes longer than to link."""
+    package = "llvmlite.binding"
+    spec = find_spec(package)
+    assert spec is not None
+    if is_absent := package not in sys.modules:
+        sys.modules[package] = module_from_spec(spec)
+    try:
+        return [import_module(f"{package}.{module}") for module in modules]
+    finally:
+        if is_absent:  # a later import of the whole package finds these modules
+            del sys.modules[package]
+
+
+_start, _link, _targets = _llvm("initfini", "orcjit", "targets")
 
 _FASTCALL = 0x0080  # METH_FASTCALL of Python's methodobject.h
 
@@ -67,12 +85,12 @@ class Loops:
     """
 
     def __init__(self, names: Sequence[str], code: bytes) -> None:
-        binding.initialize_native_target()
-        binding.initialize_native_asmprinter()
-        library = binding.JITLibraryBuilder().add_object_img(code).add_current_process()
+        _start.initialize_native_target()
+        _start.initialize_native_asmprinter()
+        library = _link.JITLibraryBuilder().add_object_img(code).add_current_process()
         for name in names:
             library.export_symbol(name)
-        self._linker = binding.create_lljit_compiler()
+        self._linker = _link.create_lljit_compiler()
         self._code = library.link(self._linker, "loops")
         self._definitions = [_MethodDef(name.encode(), self._code[name], _FASTCALL, None) for name in names]
         new = ctypes.pythonapi.PyCFunction_NewEx
@@ -187,7 +205,7 @@ def _key() -> bytes:
     for path in sources:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
-    processor = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    processor = _targets.get_host_cpu_name(), _targets.get_host_cpu_features().flatten()
     digest.update(repr((sys.version, np.__version__, llvmlite.__version__, processor, settings)).encode())
     return digest.digest()
 

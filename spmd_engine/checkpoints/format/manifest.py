@@ -59,14 +59,18 @@ class Pieces:
     def __init__(self, bounds: np.ndarray, ranks: np.ndarray) -> None:
         self.bounds, self.ranks = bounds, ranks
         self.sizes = (bounds[:, 1] - bounds[:, 0]).prod(axis=1)  #: elements of each
+        self._faults: dict[tuple[int, ...], str] = {}
 
     def of(self, rank: int) -> list[Rectangle]:
         """The pieces that a rank writes, in the order in which they are in its file."""
         return [Rectangle(tuple(start), tuple(stop)) for start, stop in self.bounds[self.ranks == rank].tolist()]
 
-    @cached_property
-    def rectangles(self) -> tuple[Rectangle, ...]:
-        return tuple(Rectangle(tuple(start), tuple(stop)) for start, stop in self.bounds.tolist())
+    def wrong_in(self, shape: tuple[int, ...]) -> str:
+        """As ``_wrong_with``, of these rectangles; the arrays that share them mostly have one shape."""
+        if shape not in self._faults:
+            rectangles = [Rectangle(tuple(start), tuple(stop)) for start, stop in self.bounds.tolist()]
+            self._faults[shape] = _wrong_with(shape, tuple(rectangles))
+        return self._faults[shape]
 
     @cached_property
     def before(self) -> tuple[np.ndarray, np.ndarray]:
@@ -115,15 +119,11 @@ class BlocksInFiles(Sequence[StoredBlock]):
     def __init__(self, files: FilesOfSection, number: int) -> None:
         self.files, self._number, self.pieces = files, number, files.arrays[number][0]
 
-    @cached_property
-    def _all(self) -> tuple[StoredBlock, ...]:
-        offsets, rows = (numbers.tolist() for numbers in self.files.places[self._number])
-        names = [file_name(self.files.section, rank) for rank in self.pieces.ranks.tolist()]
-        blocks = zip(self.pieces.rectangles, names, offsets, rows, strict=True)
-        return tuple(StoredBlock(rectangle, name, offset, row=row) for rectangle, name, offset, row in blocks)
-
     def __getitem__(self, number: Any) -> Any:
-        return self._all[number]
+        offset, row = (int(numbers[number]) for numbers in self.files.places[self._number])
+        start, stop = self.pieces.bounds[number].tolist()
+        name = file_name(self.files.section, int(self.pieces.ranks[number]))
+        return StoredBlock(Rectangle(tuple(start), tuple(stop)), name, offset, row=row)
 
     def __len__(self) -> int:
         return len(self.pieces.ranks)
@@ -141,13 +141,21 @@ class StoredArray:
     def nbytes(self) -> int:
         return prod(self.shape) * dtype_of(self.dtype).itemsize
 
+    @cached_property
+    def bounds(self) -> np.ndarray:
+        """int[blocks 2 dims]: their starts and stops; equal arrays share one object."""
+        if isinstance(self.blocks, BlocksInFiles):
+            return self.blocks.pieces.bounds
+        rectangles = [block.rectangle for block in self.blocks]
+        return np.array(rectangles, np.int64).reshape(len(rectangles), 2, len(self.shape))
+
     def check(self, name: str) -> None:
         """Raise CheckpointError unless every element is in exactly one block."""
         blocks = self.blocks
-        derived = isinstance(blocks, BlocksInFiles)
-        fault = _wrong_with(
-            self.shape, blocks.pieces.rectangles if derived else tuple(block.rectangle for block in blocks)
-        )
+        if isinstance(blocks, BlocksInFiles):
+            fault = blocks.pieces.wrong_in(self.shape)
+        else:
+            fault = _wrong_with(self.shape, tuple(block.rectangle for block in blocks))
         if fault:
             raise CheckpointError(f"{name}{list(self.shape)}: {fault}")
 
@@ -199,10 +207,21 @@ class Manifest:
             "mesh": self.mesh,
             "facts": dict(self.facts),
             "config": self.config,
-            "pieces": [[one.bounds.reshape(-1).tolist(), one.ranks.tolist()] for _, one in pieces.values()],
             "sections": sections,
         }
-        return json.dumps(content | {"sha256": _digest(content)}, separators=(",", ":")) + "\n"
+        # The largest part becomes text once, one array at a time: as lists of numbers it takes ten times the memory.
+        listed = [
+            "," * (number > 0) + _json([one.bounds.reshape(-1).tolist(), one.ranks.tolist()])
+            for number, one in pieces.values()
+        ]
+        before, after = (
+            {name: content[name] for name in sorted(content) if (name > "pieces") is late} for late in (False, True)
+        )
+        digest = hashlib.sha256()
+        for part in (_json(before)[:-1], ',"pieces":[', *listed, "],", _json(after)[1:]):
+            digest.update(part.encode())
+        rest = ',"pieces":[', *listed, f'],"sha256":"{digest.hexdigest()}"}}\n'
+        return "".join((_json(content, sort_keys=False)[:-1], *rest))
 
     @classmethod
     def parse(cls, text: str | bytes, where: str) -> Manifest:
@@ -265,7 +284,11 @@ class Manifest:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(_json(content).encode()).hexdigest()
+
+
+def _json(content: Any, *, sort_keys: bool = True) -> str:
+    return json.dumps(content, sort_keys=sort_keys, separators=(",", ":"))
 
 
 def _arrays(section: str, content: Any, pieces: Sequence[Pieces] | None) -> Arrays:

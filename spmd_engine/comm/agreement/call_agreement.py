@@ -20,7 +20,7 @@ from spmd_engine.comm.connections import Connections
 from spmd_engine.comm.exchange import AGREEMENT, EXPLANATION, exchange, tag
 from spmd_engine.comm.pending import RanksEnded, Steps
 from spmd_engine.comm.rounds import Payload
-from spmd_engine.comm.shared_memory.slot_table import Entries
+from spmd_engine.comm.shared_memory.slot_table import CALLED, Entries
 from spmd_engine.errors import MismatchError, RankAborted, UsageError
 
 INLINE = 4096  #: bytes of a text that travels with a signature
@@ -62,20 +62,25 @@ class Agreement:
 
         ``reduction``: makes the payload from the arrays of this node's ranks, or of this rank; None: ranks agree
         without. ``x`` travels inline if the signature says so; for ``expected``, ``readable`` and ``result`` see
-        ``SlotTable.exchange``. If the calls do not match, all ranks raise the same error.
+        ``SlotTable.enter``. If the calls do not match, all ranks raise the same error.
         """
         connections, table, entries, ended = self._connections, self._connections.node_table, None, None
         if table is not None:
             data = x if signature.inline else readable
             try:
-                entries = yield from table.exchange(number, signature, data, result, expected)
+                if not table.is_free(number, signature.inline):
+                    yield table.until_free(number, signature.inline)
+                exposed = table.enter(number, signature, data, result, expected)
+                if not table.all_reached(number, CALLED):
+                    yield table.until_reached(number, CALLED)
+                entries = table.read(number, expected, data, exposed)
             except RanksEnded as error:
                 if table is connections.table:
                     raise
                 ended = error
             else:
                 if table is connections.table:
-                    return self._on_one_node(signature, expected, number, x, entries)
+                    return entries.agreed or self._on_one_node(signature, expected, number, x, entries)
         return (yield from self._between_nodes(signature, number, x, entries, ended, reduction))
 
     def _on_one_node(
@@ -90,7 +95,8 @@ class Agreement:
         inline = root.inline > 0 if broadcasts else signatures.inline_all
         most = 0 if x is None else x.nbytes
         host, blocks = inline or entries.readable, entries.blocks if inline else ()
-        return Agreed(signatures.same, True, host, most, blocks, root, entries, signatures, signatures.device)
+        entries.agreed = Agreed(signatures.same, True, host, most, blocks, root, entries, signatures, signatures.device)
+        return entries.agreed
 
     def _between_nodes(
         self,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from spmd_engine.comm.agreement.signature import number_of
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.arena import ALIGNMENT
 from spmd_engine.comm.shared_memory.node import OwnMemory, mapped
@@ -100,6 +101,26 @@ def gather_json(group: Group, mine: Any, label: str) -> list[Any]:
     texts = group.all_gather(row, label=label).tobytes().split(b"\0")[:-1]
     parsed = {text: json.loads(text) for text in set(texts)}  # many ranks often have equal objects
     return [parsed[text] for text in texts]
+
+
+def gather_equal_json(group: Group, mine: Any, label: str) -> list[Any]:
+    """As ``gather_json``, for objects that are equal on many ranks: a number of each is gathered, and if they differ,
+    the objects of the first of the ranks with equal ones."""
+    text = json.dumps(mine)
+    numbers = group.all_gather(np.array([number_of((text,))], np.int64), label=label).tolist()
+    return of_equal_ranks(group, json.loads(text), numbers, label)
+
+
+def of_equal_ranks(group: Group, mine: Any, numbers: Sequence[int], label: str) -> list[Any]:
+    """The JSON-serializable objects of all ranks, equal ones as one object, if all ranks know ``numbers`` that are
+    equal where these are. One all_gather, unless all are equal."""
+    first: dict[int, int] = {}  # by number, the first rank that has it
+    for rank, number in enumerate(numbers):
+        first.setdefault(number, rank)
+    if len(first) == 1:
+        return [mine] * group.size
+    sent = gather_json(group, mine if first[numbers[group.rank]] == group.rank else None, label)
+    return [sent[first[number]] for number in numbers]
 
 
 # --- A read-only array, such as training data, stored once for each node instead of once for each rank

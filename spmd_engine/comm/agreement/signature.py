@@ -168,7 +168,7 @@ class Signatures:
         #: whether all data travel with the signatures
         self.inline_all = all(signature.inline or signature.shape is None for signature in by_rank)
         self.device = not any(signature.host for signature in by_rank)  #: whether all arrays are on devices
-        self.inline: dict[int, list[Any]] = {}  #: by slot: views of all ranks' data, None: no data
+        self.inline: dict[int, Any] = {}  #: by slot: the slot table's Entries with all ranks' inline data
 
 
 # --- agreement between nodes: log2(n) rounds of messages

@@ -11,21 +11,19 @@ Data of medium size are in staging buffers, which are fewer than slots, so that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.agreement.signature import Signature, Signatures, room
-from spmd_engine.comm.pending import Condition, Steps
+from spmd_engine.comm.pending import Condition
 from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Neighbours
 from spmd_engine.comm.shared_memory.cross_memory import Block, RemoteArray
 from spmd_engine.comm.shared_memory.futex import Waker
 from spmd_engine.comm.shared_memory.node import Node
-
-if TYPE_CHECKING:
-    from spmd_engine.comm.pending import Progress
 
 SLOTS = 8  # calls of a group that can be in progress at once; further calls wait
 SMALL = 1 << 12  # bytes of data in an entry
@@ -40,12 +38,14 @@ UNREADABLE = -1  # in place of an arena: the other ranks cannot read the array
 Address = tuple[int, int]  #: local rank of an arena and the offset in it; or -2 - r and the address in r's own memory
 
 
-class Entries(NamedTuple):
-    """The contents of the entries of a node's ranks for one call."""
+@dataclass(slots=True)
+class Entries:
+    """The contents of the entries of a node's ranks for one call; the same object for inline data in the same slot."""
 
     signatures: Signatures
     blocks: list[Any]  #: arrays of all ranks in place (Block); None: unreadable
-    exposed: bool  #: whether other ranks may read or write memory of this rank outside the table
+    exposed: bool = False  #: whether other ranks may read or write memory of this rank outside the table
+    agreed: Any = None  #: what follows from them, once the ranks have agreed: see ``call_agreement``
 
     @property
     def readable(self) -> bool:
@@ -133,11 +133,6 @@ class SlotTable:
                 return False
         return True
 
-    def wait_until_free(self, number: int, inline: int) -> Iterator[Condition]:
-        """Continue when the slot is free."""
-        if not self.is_free(number, inline):
-            yield Condition(partial(self.is_free, number, inline), partial(self._has_begun, number - SLOTS))
-
     def set_phase(self, number: int, phase: int) -> None:
         """Record that this rank has reached ``phase``. The last rank wakes those that sleep."""
         words, word, waker = self._phases[number % SLOTS], number * _STEPS + phase, self._waker
@@ -153,119 +148,80 @@ class SlotTable:
         """Set this rank's ``phase``, and continue when all ranks have reached it."""
         self.set_phase(number, phase)
         if not self.all_reached(number, phase):
-            yield Condition(partial(self.all_reached, number, phase), partial(self._has_begun, number))
+            yield self.until_reached(number, phase)
 
     # --- signatures and data
 
-    def exchange(
+    def until_free(self, number: int, inline: int) -> Condition:
+        """The condition ``is_free``."""
+        return Condition(partial(self.is_free, number, inline), partial(self._has_begun, number - SLOTS))
+
+    def until_reached(self, number: int, phase: int) -> Condition:
+        """The condition ``all_reached``."""
+        return Condition(partial(self.all_reached, number, phase), partial(self._has_begun, number))
+
+    def enter(
         self,
         number: int,
         signature: Signature,
         data: np.ndarray | None,
         result: np.ndarray | None,
         expected: Signatures,
-    ) -> Steps:
-        """Exchange signatures and data with the other ranks; returns the call's Entries.
+    ) -> bool:
+        """Write this rank's entry of call ``number``, whose slot is free, and reach CALLED.
 
-        The others can then read contiguous ``data`` and the ``result`` buffer (None: nothing). If any rank's data are
-        not readable, no rank reads any. ``expected``: the signatures of the last such call.
+        The others can then read contiguous ``data``, which are in the entry if they are inline, and read or write parts
+        of the ``result`` buffer (None: nothing). ``expected``: the signatures of the last such call. Returns whether
+        they may use memory of this rank outside the table.
         """
-        yield from self.wait_until_free(number, signature.inline)
-        address = self.address(data) if data is not None and not signature.inline and data.size else None
-        self.write(number, signature, data, address, self.address(result) if result is not None else None)
-        yield from self.reach(number, CALLED)
-        signatures, blocks = self.read(number, expected, data if address is not None else None)
-        return Entries(signatures, blocks, address is not None or result is not None)
-
-    def write(
-        self,
-        number: int,
-        signature: Signature,
-        data: np.ndarray | None,
-        address: Address | None = None,
-        result: Address | None = None,
-    ) -> None:
-        """Fill this rank's entry: with ``data`` if they are inline, otherwise with their ``address``.
-
-        ``result``: address of this rank's result, which the others may read or write in parts.
-        """
-        slot = number % SLOTS
-        self._write_signature(slot, signature)
+        slot, address = number % SLOTS, None
         if signature.inline and data is not None:
-            self._inline_view(slot, self.rank, signature).reshape(-1)[...] = data.reshape(-1)
-        for words, entry_address in (self._data_at[slot], address), (self._results_at[slot], result):
-            words[0][self.rank], words[1][self.rank] = entry_address or (UNREADABLE, 0)
-
-    def read(self, number: int, expected: Signatures, own_data: np.ndarray | None) -> tuple[Signatures, list[Any]]:
-        """All ranks' signatures (``expected`` itself if equal) and their data in place (None: unreadable).
-
-        ``own_data``: this rank's data, if the others can read them.
-        """
-        slot, signatures = number % SLOTS, expected
-        if self._digests[slot].tolist() != expected.digests:
-            signatures = Signatures([Signature.unpack(packed.tobytes()) for packed in self._signatures[slot]])
-        blocks = list(signatures.inline.get(slot) or self._inline_views(slot, signatures))
-        for rank, signature in enumerate(signatures.by_rank):
-            if not signature.inline and signature.shape is not None:
-                mine = rank == self.rank and own_data is not None
-                blocks[rank] = own_data if mine else self._data_block(slot, rank, signature)
-        return signatures, blocks
-
-    def fast_exchange(
-        self, number: int, expected: Signatures, data: np.ndarray | None, progress: Progress, spin_tests: int
-    ) -> list[Any] | None:
-        """``exchange`` without a generator, for the ``expected`` call; returns all blocks.
-
-        Returns None if a rank makes another call, or does not arrive within ``spin_tests``. The caller must then
-        ``exchange`` the same data.
-        """
-        slot, signature = number % SLOTS, expected.by_rank[self.rank]
-        words, inline, released = self._phases[slot], signature.inline, (number - SLOTS) * _STEPS + RELEASED
-        called = number * _STEPS + CALLED
-        one_slot = inline <= SMALL and not self._weak  # then the next test is sufficient
-        free = min(words.tolist()) >= released if one_slot else self.is_free(number, inline)
-        if not free and not progress.spin(partial(self.is_free, number, inline), spin_tests):
-            return None
-        views = (expected.inline.get(slot) or self._inline_views(slot, expected)) if expected.inline_all else None
-        if views is not None:
-            self._write_signature(slot, signature)
-            if inline:
-                views[self.rank][...] = data
+            own_view = (expected.inline.get(slot) or self._inline(slot, expected)).blocks[self.rank]
+            own_view.reshape(-1)[...] = data.reshape(-1)  # which may be flat
         else:
-            self.write(number, signature, data, self.address(data) if data is not None and not inline else None)
-        self.set_phase(number, CALLED)
-        if min(words.tolist()) < called and not progress.spin(lambda: min(words.tolist()) >= called, spin_tests):
-            return None
-        if self._weak:
-            self._waker.fence()
-        if views is not None:
-            return views if self._digests[slot].tolist() == expected.digests else None
-        signatures, blocks = self.read(number, expected, data)
-        return blocks if signatures is expected and Entries(signatures, blocks, True).readable else None
-
-    def release_inline(self, number: int) -> None:
-        """``set_phase`` of RELEASED for a call with inline data: ranks sleep until then only to wait for the slot, and
-        a later call wakes them."""
-        if self._weak:
-            self._waker.fence()
-        self._phases[number % SLOTS][self.rank] = number * _STEPS + RELEASED
-
-    def _write_signature(self, slot: int, signature: Signature) -> None:
-        """Write this rank's signature, unless an earlier call has already written it to this slot."""
+            address = self.address(data) if data is not None and data.size else None
+            self._write_address(self._data_at[slot], address)
+        self._write_address(self._results_at[slot], None if result is None else self.address(result))
         digests = self._digests[slot]
-        if digests[self.rank] != signature.digest:
+        if digests[self.rank] != signature.digest:  # else an earlier call has written it to this slot
             self._signatures[slot][self.rank][: len(signature.packed)] = signature.packed
             digests[self.rank] = signature.digest
+        self.set_phase(number, CALLED)
+        return address is not None or result is not None
 
-    def _inline_views(self, slot: int, signatures: Signatures) -> list[Any]:
+    def _write_address(self, words: Sequence[memoryview], address: Address | None) -> None:
+        words[0][self.rank], words[1][self.rank] = address or (UNREADABLE, 0)
+
+    def read(self, number: int, expected: Signatures, own_data: np.ndarray | None, exposed: bool) -> Entries:
+        """The entries of all ranks, when these have reached CALLED: their signatures, ``expected`` itself if equal, and
+        their data in place. If any rank's data are not readable, no rank reads any.
+
+        ``own_data``: this rank's data, which need no address; ``exposed``: see ``enter``.
+        """
+        slot, signatures = number % SLOTS, expected
+        if (digests := self._digests[slot].tolist()) != expected.digests:
+            packed = dict(zip(digests, self._signatures[slot], strict=True))  # those that differ
+            by_digest = {digest: Signature.unpack(each.tobytes()) for digest, each in packed.items()}
+            signatures = Signatures([by_digest[digest] for digest in digests])
+        inline = signatures.inline.get(slot) or self._inline(slot, signatures)
+        if signatures.inline_all:
+            return inline
+        blocks = list(inline.blocks)
+        for rank, signature in enumerate(signatures.by_rank):
+            if not signature.inline and signature.shape is not None:
+                mine = rank == self.rank and exposed and own_data is not None
+                blocks[rank] = own_data if mine else self._data_block(slot, rank, signature)
+        return Entries(signatures, blocks, exposed)
+
+    def _inline(self, slot: int, signatures: Signatures) -> Entries:
+        """The inline data of all ranks in a slot (None: not inline): views, which these signatures keep."""
         views = [self._inline_view(slot, rank, s) if s.inline else None for rank, s in enumerate(signatures.by_rank)]
-        signatures.inline[slot] = views
-        return views
+        entries = signatures.inline[slot] = Entries(signatures, views)
+        return entries
 
     def offer_result(self, number: int, result: np.ndarray) -> None:
         """Let the others read ``result``, from this rank's next phase on."""
-        words = self._results_at[number % SLOTS]
-        words[0][self.rank], words[1][self.rank] = self.address(result) or (UNREADABLE, 0)
+        self._write_address(self._results_at[number % SLOTS], self.address(result))
 
     def results(self, number: int, shape: Sequence[int], dtype: np.dtype) -> list[Any]:
         """The result buffers of all ranks, of this shape (Block; None: unreadable)."""

@@ -10,6 +10,7 @@ Reductions combine first the ranks of a node, in their order in the group, then 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import zip_longest
 
 from spmd_engine.arrays.backend import Array, backend_of
@@ -97,7 +98,7 @@ class Hierarchical(Transport):
         self._table.offer_result(number, x)
         yield from self._table.reach(number, REDUCED)
         facts = self._call.facts._replace(readable=UNREADABLE not in self._table.result_arenas(number))
-        entries = self._entries._replace(exposed=True)
+        entries = replace(self._entries, exposed=True)
         joining = self._call._replace(facts=facts, entries=entries).transport()
         yield from joining.all_gather(x, parts)
         yield from joining.end()

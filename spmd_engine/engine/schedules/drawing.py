@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmd_engine.engine.schedules.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
-from spmd_engine.engine.schedules.timeline import (
+from spmd_engine.engine.schedules.schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Schedule,
     Slot,
     idle_fraction,
     idle_inside,

@@ -168,13 +168,10 @@ class GroupStorage:
 
     def start_refresh(self) -> Pending | None:
         """After an update of the own part: begin to send it to the ranks that hold the whole group."""
-        used = self.table[USED]
-        if not used.lasts:
-            self.release()
         sent = self.table[SENT]
         if self.table.rounds and sent.lasts:
             rounded(self.own_parameters, self.dtype, self.sent_parameters)
-        return self._start_all_gather(self.sent_parameters) if sent.axes and used.lasts else None
+        return self._start_all_gather(self.sent_parameters) if sent.axes and self.table[USED].lasts else None
 
     def _start_all_gather(self, own: Array) -> Pending:
         assert self.owners

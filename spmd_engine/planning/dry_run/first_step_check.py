@@ -10,11 +10,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from spmd_engine.comm.agreement.rank_zero import gather_json, json_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import gather_equal_json, gather_json, json_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import PlanError, UsageError
 from spmd_engine.training.hooks import Hook
+from spmd_engine.training.numbers_by_rank import LISTED, condensed
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload, step_of
 
@@ -66,9 +67,10 @@ class FirstStepCheck(Hook):
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         cores = sorted(os.sched_getaffinity(0))
         group, made, self._made = self._engine.group(), self._made, None
-        measured = gather_json(group, [made, resident, cores], METRICS)
+        calls = gather_equal_json(group, made, METRICS)
+        measured = gather_json(group, [resident, cores], METRICS)
         # The seconds of the step include loading.
-        verdict = json_from_rank_zero(group, lambda: self._judge(measured, report.seconds))
+        verdict = json_from_rank_zero(group, lambda: self._judge(calls, measured, report.seconds))
         if verdict["differs"] and self._enforced:
             raise PlanError(f"step 1 differs from its analysis: {verdict['differs']}. --no-enforce continues")
         return replace(report, predicted=verdict["facts"]) if verdict["facts"] else report
@@ -77,7 +79,7 @@ class FirstStepCheck(Hook):
         if name == "reshaped":  # the analysis is of the first mesh
             self._is_due = False
 
-    def _judge(self, measured: list, seconds: float) -> dict[str, Any]:
+    def _judge(self, made: list, measured: list, seconds: float) -> dict[str, Any]:
         """The first difference, if any, and the facts for ``metrics.jsonl``. Only rank 0 imports the planner."""
         from spmd_engine.planning.machine.files import default_machine
         from spmd_engine.planning.simulator import check_prediction as check
@@ -89,20 +91,20 @@ class FirstStepCheck(Hook):
             reason = str(error) if isinstance(error, UsageError) else f"its analysis failed with {error!r}"
             logger.warning("step 1 was not compared with its analysis: %s", reason)
             return {"differs": "", "facts": {}}
-        ledgers = [{tuple(line): tuple(sums) for line, sums in calls} for calls, *_ in measured]
+        ledgers = [{tuple(line): tuple(sums) for line, sums in calls} for calls in made]
         sums = check.predicted_sums(analysis)
         differing = check.differences(sums, ledgers, routed, analysis.axes)
         if differing and not self._enforced:
             logger.warning("step 1 differs from its analysis: %s", differing[0])
-        resident = max(bytes for _, bytes, _ in measured)
+        resident = [bytes for bytes, _ in measured]
         facts = {
             "bytes_sent": analysis.bytes_sent,
             "calls": analysis.calls,
             "peak_bytes": analysis.peak_bytes,
-            "peak_bytes_by_rank": analysis.peak_bytes_by_rank(),
-            "resident_bytes": resident,
-            "resident_bytes_by_rank": [resident for _, resident, _ in measured],
-            "cores_by_rank": [cores for *_, cores in measured],
+            "peak_bytes_by_rank": condensed(analysis.peak_bytes_by_rank()),
+            "resident_bytes": max(resident),
+            "resident_bytes_by_rank": condensed(resident),
+            "cores_by_rank": [cores for _, cores in measured[:LISTED]],
             "traffic": check.traffic(sums, ledgers),
             "measured_seconds": seconds,
             "differences": len(differing),

@@ -29,14 +29,12 @@ from spmd_engine.engine.offload.file import FileTarget
 from spmd_engine.engine.offload.target import PIECE
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
+from spmd_engine.planning.machine.products import POOL
 
 PRODUCTS = (8, 16, 32, 64, 128, 256, 512, 1024)  #: widths of square matrices
 DEVICE_PRODUCTS = (128, 512, 2048, 4096)
 ARRAYS = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)  #: elements
 IMAGES = (1, 8, 64)  #: images of a 3x3 convolution, with 16 rows, 16 columns and 32 channels
-#: Bytes through which operands rotate, so that they leave the cache as in a step. Measured products were as fast as
-#: those in steps; products of cached operands are up to twice as fast, of operands in memory 0.8 times.
-POOL = 1 << 24
 DEVICE_POOL = 1 << 28
 LAUNCHES = 500  #: launches of a tiny kernel, which measure what one costs; fewer than CUDA queues
 SMALL, LARGE = 8, 1 << 20  #: bytes of messages that measure latency and bandwidth

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from spmd_engine.arrays import products
 from spmd_engine.arrays.product_libraries.installed import LIBRARIES, load
 from spmd_engine.arrays.product_libraries.library import ProductLibrary
@@ -16,36 +18,48 @@ def choose_products(
     """Let the libraries compute products that ``choice`` names, the same on all ranks; return notices. Collective.
 
     ``auto`` takes the fastest library that all ranks have, by dtype and size class, as rank 0 has measured now or in an
-    earlier job; it measures ``again`` if asked to. A library that is missing or broken on any rank is left out
-    everywhere, with one notice. NumPy alone computes for models in float64, the reference of every comparison.
+    earlier job; it measures ``again`` if asked to. Only rank 0 loads those that are not the fastest. A library that is
+    missing or broken on any rank, or has another version there, is left out everywhere, with one notice. NumPy alone
+    computes for models in float64, the reference of every comparison.
     """
     if choice == NUMPY or dtype == "float64" or device != "cpu":
         products.use({})
         return []
-    libraries, why_not = _loaded(choice)
-    mine = {name: library.version for name, library in libraries.items()}
-    by_rank = gather_json(group, [mine, why_not], label="products")
-    notices = [why for _, why in by_rank if why][:1]
-    usable = [name for name in libraries if all(versions.get(name) == mine[name] for versions, _ in by_rank)]
-    if not notices and any(versions != by_rank[0][0] for versions, _ in by_rank):
-        notices = ["products: ranks have different libraries installed; those that not all have are not used"]
+    left_out, notices = set[str](), list[str]()
 
-    def chosen() -> list[tuple[str, str, str]]:
-        if choice == "auto":
-            from spmd_engine.planning.machine.products import fastest  # which imports much, on rank 0 alone
+    def chosen() -> tuple[list[tuple[str, str, str]], str]:
+        if choice != "auto":
+            return [(dtype, size, choice) for dtype in DTYPES for size in SIZES if choice not in left_out], ""
+        from spmd_engine.planning.machine.products import fastest
 
-            return fastest(usable, again) if usable else []
-        return [(dtype, size, choice) for dtype in DTYPES for size in SIZES if choice in usable]
+        usable, why_not = _loaded(LIBRARIES.keys() - left_out)
+        return fastest([*usable], again) if usable else [], why_not
 
-    table = json_from_rank_zero(group, chosen)
-    products.use({(dtype, size): libraries[name] for dtype, size, name in table})
-    return notices
+    while True:
+        table, why_not = json_from_rank_zero(group, chosen)
+        notices += [why_not] if why_not else []
+        libraries = dict[str, ProductLibrary]()
+        if names := {name for *_, name in table}:
+            libraries, why_not = _loaded(names, choice)
+            mine = {name: library.version for name, library in libraries.items()}
+            by_rank = gather_json(group, [mine, why_not], label="products")
+            notices += [why for _, why in by_rank if why]
+            versions = {name: {versions.get(name) for versions, _ in by_rank} for name in names}
+            if lacking := {name for name, found in versions.items() if len(found) > 1 or None in found}:
+                notices.append(
+                    "products: ranks have different libraries installed; those that not all have are not used"
+                )
+                left_out |= lacking
+                continue
+        products.use({(dtype, size): libraries[name] for dtype, size, name in table})
+        return notices[:1]
 
 
-def _loaded(choice: str) -> tuple[dict[str, ProductLibrary], str]:
-    """The libraries of a choice that this process can load, and why one of them cannot be, in one line."""
+def _loaded(names: Collection[str], choice: str = "auto") -> tuple[dict[str, ProductLibrary], str]:
+    """Those of these libraries that this process can load, and why one of them cannot be, in one line: it is broken, or
+    it is the ``choice`` and is not installed."""
     libraries, why_not = {}, ""
-    for name in LIBRARIES if choice == "auto" else {choice} & set(LIBRARIES):
+    for name in (name for name in LIBRARIES if name in names):
         try:
             if (library := load(name)) is not None:
                 libraries[name] = library

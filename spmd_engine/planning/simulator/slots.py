@@ -15,8 +15,9 @@ _KINDS = {Forward: FORWARD, BackwardInput: INPUT, BackwardWeight: WEIGHT, Backwa
 class Slots:
     """All slots of a schedule, in an order in which each follows the slots that it waits for.
 
-    Times equal those of ``engine.schedules.timeline``, but thousands of calls are fast: the dependencies between slots
-    are computed once for each schedule, number of stages and number of micro-batches. Sends do not delay their stage.
+    Times equal those of ``engine.schedules.schedule.timeline``, but thousands of calls are fast: the dependencies
+    between slots are computed once for each schedule, number of stages and number of micro-batches. Sends do not delay
+    their stage.
     """
 
     def __init__(self, schedule: Schedule, stages: int, micro_batches: int) -> None:

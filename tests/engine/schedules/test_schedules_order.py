@@ -12,9 +12,11 @@ from spmd_engine.engine.schedules.schedule import (
     Forward,
     StartSendOutput,
     Wait,
+    idle_fraction,
+    makespan,
+    timeline,
     with_transfers,
 )
-from spmd_engine.engine.schedules.timeline import idle_fraction, makespan, timeline
 from spmd_engine.errors import UsageError
 from support.pipelines import CASES, PIPELINES, RECEIVE, SEND, Written, each_case, equal, every_pipeline, executed
 

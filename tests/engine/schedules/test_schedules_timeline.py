@@ -19,11 +19,16 @@ from spmd_engine.engine.schedules.schedule import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    Slot,
     StartReceiveInput,
     StartSendOutput,
     Wait,
+    idle_fraction,
+    idle_inside,
+    makespan,
+    peak_activations,
+    timeline,
 )
-from spmd_engine.engine.schedules.timeline import Slot, idle_fraction, idle_inside, makespan, peak_activations, timeline
 from support.pipelines import (
     CASES,
     INTERLEAVED,
