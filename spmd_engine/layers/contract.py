@@ -12,6 +12,7 @@ from inspect import isfunction, signature
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from spmd_engine.arrays.backend import CPU
 from spmd_engine.comm.notation import nested_span
 from spmd_engine.comm.pending import UNDER_WAY
 from spmd_engine.errors import UsageError, described, is_array
@@ -72,7 +73,7 @@ def guard(kind: type, method: str, check: Callable[..., None], keeps: int | None
 def _copy_at_first(layer: Any, method: str, sh: Shards, x: Any) -> Any:
     """A copy of ``x`` in the first call with such an array; else, and for arrays without values, None."""
     key = id(layer), method, getattr(x, "shape", None), "before"
-    if not hasattr(x, "tobytes") or key in sh.checked:
+    if not isinstance(x, CPU.xp.ndarray) or key in sh.checked:
         return None
     sh.checked.add(key)
     return x.copy()
