@@ -13,12 +13,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from spmd_engine.arrays.precision import dtype_of
+from spmd_engine.arrays.precision import dtype_of, float_dtype
 from spmd_engine.axes import MeshPosition, axes_text, count_ranks
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.optimizers import OPTIMIZERS
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
 from spmd_engine.models import Model
@@ -32,7 +32,7 @@ from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.rank_order import PLACEMENTS
 from spmd_engine.planning.search.reasons import MORE, Conflict
 from spmd_engine.planning.search.search import GOALS, Limits, SearchResult
-from spmd_engine.planning.search.search_space import axes_that_shard
+from spmd_engine.planning.search.search_space import FIXABLE, axes_that_shard
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
 from spmd_engine.planning.simulator.step_picture import draw_step
 from spmd_engine.units import readable_bytes, readable_seconds
@@ -70,10 +70,16 @@ class Request:
         for name in self.fallback or ():
             if name not in FALLBACKS:
                 raise UsageError(f"fallback {name!r}: choose {', '.join(FALLBACKS)}, or none alone")
+        for name in self.fixed.keys() - FIXABLE:
+            raise UsageError(f"fixed choice {name!r}: {one_of(name, FIXABLE)}")
+        self.base.changed(**{name: self.fixed[name] for name in ("zero", "recompute") if name in self.fixed})
+        dtype = str(float_dtype("plan", self.dtype))
         for node in self.machine.nodes:
-            self.machine.curve(node, str(dtype_of(self.dtype)))
+            self.machine.curve(node, dtype)
             self.base.storage.places.check(on_device=node.has_devices)
         model, context = self.model.name, self.model.context
+        if self.sequence is not None and self.sequence < 1:
+            raise UsageError(f"--length {self.sequence}: it must be from 1")
         if self.sequence is not None and 0 < context < self.sequence:
             raise UsageError(f"--length {self.sequence}: the context of {model} is {context}; give at most that")
         usable = axes_that_shard(self.model)
@@ -176,10 +182,11 @@ class PlanResult:
         if plan is not None and broken and "memory" not in broken:
             needs = limits.measured(plan)
             return " and ".join(f"{limits.shown(name, needs[name])} of {name}" for name in sorted(broken))
-        own = self.request.limits.memory_by_rank(nearest.machine) if nearest.machine.heterogeneous else []
-        size, rank = readable_bytes(nearest.analysis.peak_bytes), nearest.peak_rank
-        of_limit = f" of its {readable_bytes(own[rank])}" if own else ""
-        return f"{size}{of_limit} on rank {rank} at {nearest.peak_moment}"
+        if not nearest.machine.heterogeneous:
+            return f"{readable_bytes(nearest.analysis.peak_bytes)} on rank {nearest.peak_rank} at {nearest.peak_moment}"
+        own, peaks = self.request.limits.memory_by_rank(nearest.machine), nearest.analysis.peak_bytes_by_rank()
+        rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / own[rank])
+        return f"{readable_bytes(peaks[rank])} of its {readable_bytes(own[rank])} on rank {rank}"
 
     @property
     def ended(self) -> str:

@@ -1,6 +1,7 @@
 """``plan``: JSON for programs, what nothing fits, mistakes in one line."""
 
 import json
+import re
 
 import pytest
 
@@ -81,6 +82,7 @@ def test_where_it_does_not_fit_the_reason_comes_last(capsys):
         (("--memory", "much"), "cannot read 'much' as bytes"),
         (("--latency", "0"), "--latency 0: it must be above 0"),
         (("--ranks", "0"), "--ranks 0"),
+        (("--axes", ","), "--axes ',': name axes, as in data,model"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(options, said, capsys):
@@ -136,3 +138,15 @@ def test_the_command_of_a_plan_names_code_as_it_was_given(capsys, tmp_path):
     command = ["plan", "--machine", "cpu", "--ranks", "1", "--model", f"{code}:model", "--batch-size", "4"]
     main([*command, "--seconds", "1", "--axes", "data", "--micro-batches", "1"])
     assert f"train --model {code}:model --mesh" in capsys.readouterr().out
+
+
+def test_a_machine_file_that_is_missing_is_named(capsys, monkeypatch):
+    monkeypatch.setenv("SPMD_MACHINE", "/nowhere.toml")
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--ranks", "2"])
+    assert "SPMD_MACHINE is /nowhere.toml, where no file is: run 'calibrate'" in capsys.readouterr().err
+
+
+def test_plans_for_the_least_communication_show_their_bytes(capsys):
+    main(["plan", "--model", "mlp", "--ranks", "2", "--machine", "cpu", "--goal", "communication", "--seconds", "1"])
+    assert re.search(r"^ plan +step +sent +memory", capsys.readouterr().out, re.MULTILINE)

@@ -196,7 +196,10 @@ def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
 
 
 def _axes(text: str | None) -> list[str] | None:
-    return [axis.strip() for axis in text.split(",") if axis.strip()] if text else None
+    axes = [axis.strip() for axis in text.split(",") if axis.strip()] if text is not None else None
+    if axes == []:
+        raise UsageError(f"--axes {text!r}: name axes, as in data,model")
+    return axes
 
 
 def _ranks(options: Mapping[str, Any], axes: Mapping[str, int] | None, machine: Machine) -> int:
