@@ -89,7 +89,7 @@ LORA = tuple(name for name, field in settings_of(TrainConfig).items() if field.i
 DECIDED = (
     "mesh", "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute",
     "shares", "state_shares", "min_tensor_size", "rank_order", "offload", "assign", "micro_batches",
-    "batch_size", "optimizer", "precision", *LORA,
+    "batch_size", "length", "optimizer", "precision", *LORA,
 )  # fmt: skip
 
 
@@ -114,6 +114,7 @@ def planned_values(path: str, given: Mapping[str, Any], permit: Permit) -> tuple
         **plan.composition.as_json(),
         "micro_batches": plan.micro_batches,
         "batch_size": plan.batch_size,
+        "length": plan.length,
         "optimizer": plan.optimizer,
         "precision": plan.model.dtype,
     }
@@ -123,7 +124,7 @@ def planned_values(path: str, given: Mapping[str, Any], permit: Permit) -> tuple
         if name in given and given[name] != decided.get(name):
             flag = "--" + name.replace("_", "-")
             raise UsageError(
-                f"{flag} {given[name]} with --plan {path}, which has {decided.get(name)}: omit one of them"
+                f"{flag} {given[name]} with --plan {path}, which has {decided.get(name) or 'none'}: omit one of them"
             )
     values = {"model": model.name, **decided, **{n: v for n, v in given.items() if n not in DECIDED}}
     return values, model.named_in
@@ -154,7 +155,8 @@ def request_for(job: TrainConfig, model: Model, machine: Machine, ranks: Sequenc
     from spmd_engine.planning.plan_result import Request
 
     base, dtype = unplanned(job.composition), dtype_of(job.model.dtype)
-    return Request(model, machine, ranks, base=base, dtype=dtype, optimizer=job.training.optimizer, **options)
+    of_job = {"sequence": job.data.length, "optimizer": job.training.optimizer, "lora": job.model.lora}
+    return Request(model, machine, ranks, base=base, dtype=dtype, **of_job, **options)
 
 
 def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
