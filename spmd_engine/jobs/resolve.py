@@ -3,6 +3,7 @@ description, before a mesh is opened. Rank 0 reads files, and all ranks get the 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from spmd_engine.configuration import settings_of
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import IMAGES
+from spmd_engine.runtime.supervisor import RESTARTS
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.training.run_folder import read_job, read_run, run_folder
 from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
@@ -70,7 +72,7 @@ def job_to_train(
             raise UsageError("--resume needs --run NAME, and takes its options from there, not from --config")
         job = read_run(run)
         job = job.changed(model=permit(job.model, values.get("model")))
-        return job.resumed(str(run_folder(run)), **values)
+        return job.resumed(str(run_folder(run)), **_values_after_restart(job, values))
     names_model, named_in = "model" in values, ""
     if plan:
         values, named_in = planned_values(plan, values, permit)
@@ -80,6 +82,20 @@ def job_to_train(
     if job.strategy and not names_model and not config:
         job = job.with_options(model=PAGE_MODEL)
     return planned_here(job, values) if plans else job
+
+
+def _values_after_restart(job: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given options; if ``launch`` has restarted the job, which may have changed its shape since its command, with
+    the last composition of the run if that has as many ranks as the world. Collective over the world."""
+    with Mesh(world()) as mesh:
+        restarts = json_from_rank_zero(mesh.group(), lambda: os.environ.get(RESTARTS, "0"))
+        ranks = mesh.size
+    last = job.composition
+    if restarts == "0" or last.mesh is None or count_ranks(last.mesh) + len(last.ranks_outside) != ranks:
+        return dict(given)
+    settings = settings_of(TrainConfig)
+    others = {name: value for name, value in given.items() if "composition" not in settings[name].path}
+    return {**others, "mesh": last.mesh}
 
 
 # --- A composition that is planned: ``train --plan FILE`` and ``train --mesh auto``
