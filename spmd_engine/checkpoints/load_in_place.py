@@ -132,10 +132,10 @@ class _BlockOfNode(NamedTuple):
     """A block of which ranks of this node need a part."""
 
     number: int  #: among the blocks of its array
-    ranks: list[int]  #: of this node, that need a part
+    ranks: list[int]  #: ranks of this node that need a part
     elements: int
     part: Rectangle | None  #: that this rank needs
-    place: tuple  #: of that part in this rank's shard
+    place: tuple  #: where that part is in this rank's shard
 
 
 def parts_of_rank(

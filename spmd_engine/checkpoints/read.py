@@ -30,12 +30,11 @@ from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import MASTER, Optimizer
 from spmd_engine.engine.zero.parameter_store import check_shapes
-from spmd_engine.errors import CheckpointError
+from spmd_engine.errors import CheckpointError, check_argument
 from spmd_engine.foreign import parse_json, reading
 from spmd_engine.formats.safetensors_file import read_header, tensors_of
 from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.formats.tensor import PlainTensor
-from spmd_engine.layers.contract import check_argument
 from spmd_engine.sharding.rectangles import Rectangle, intersected
 
 logger = logging.getLogger(__name__)
