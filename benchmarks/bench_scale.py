@@ -1,4 +1,4 @@
-"""What a rank does at the start, in a save and in a line of metrics, by the number of ranks, without starting any.
+"""What a rank does at the start, in a save, in a load and in a line of metrics, by the number of ranks, without any.
 
     python benchmarks/bench_scale.py --ranks 64,1024,4096
 

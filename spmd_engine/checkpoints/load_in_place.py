@@ -174,8 +174,8 @@ def _shares(bounds: np.ndarray, held: Sequence[Rectangles], rank: int, node_rank
     needs, wanted = np.zeros((len(bounds), len(node_ranks)), bool), [held[node_rank] for node_rank in node_ranks]
     owners = [number for number, rectangles in enumerate(wanted) for _ in rectangles]
     parts = np.array([*chain(*wanted)], np.int64).reshape(len(owners), *bounds.shape[1:])
-    for number, needed in zip(owners, intersected(bounds, parts).T, strict=True):
-        needs[:, number] |= needed
+    for number, shared in zip(owners, intersected(bounds, parts).T, strict=True):
+        needs[:, number] |= shared
     shares = []
     for number in np.flatnonzero(needs.any(axis=1)).tolist():
         block, part, place = Rectangle(*map(tuple, bounds[number].tolist())), None, ()

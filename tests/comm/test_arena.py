@@ -129,3 +129,20 @@ def test_no_other_user_may_open_what_ranks_share():
     process, descriptor, *_ = own.handle.split()
     assert stat.S_IMODE(os.stat(f"/proc/{process}/fd/{descriptor}").st_mode) == 0o600
     own.close()
+
+
+def test_no_call_keeps_its_copy_of_an_array_until_garbage_is_collected():
+    def program():
+        with Mesh(data=2) as mesh:
+            x, arena = np.ones(1 << 17), mesh.group().connections.neighbours.own
+            mesh.all_reduce(x, out=x)
+            before = arena.free
+            for _ in range(3):
+                mesh.all_reduce(x, out=x)
+            return before - arena.free
+
+    gc.disable()
+    try:
+        assert run_threads(program, 2) == [0, 0]
+    finally:
+        gc.enable()

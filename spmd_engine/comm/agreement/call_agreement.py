@@ -95,8 +95,10 @@ class Agreement:
         inline = root.inline > 0 if broadcasts else signatures.inline_all
         most = 0 if x is None else x.nbytes
         host, blocks = inline or entries.readable, entries.blocks if inline else ()
-        entries.agreed = Agreed(signatures.same, True, host, most, blocks, root, entries, signatures, signatures.device)
-        return entries.agreed
+        agreed = Agreed(signatures.same, True, host, most, blocks, root, entries, signatures, signatures.device)
+        if signatures.inline_all:  # these entries are kept; others, in a cycle with this, would keep large arrays
+            entries.agreed = agreed
+        return agreed
 
     def _between_nodes(
         self,
