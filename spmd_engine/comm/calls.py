@@ -113,10 +113,10 @@ class PreparedCall:
             return None
         return readable(table, x, routing.connections.tuning, self.sliced and routing.one_node)
 
-    def record(self, ledger: Ledger, result: Any) -> None:
-        """Record one such call in the ledger."""
+    def record(self, ledger: Ledger, result: Any, seconds: float | None = None) -> None:
+        """Record one such call in the ledger; see there for ``seconds``."""
         sent = self.sent
-        ledger.record(self.where, self.payload, sent(result) if callable(sent) else sent)
+        ledger.record(self.where, self.payload, sent(result) if callable(sent) else sent, seconds)
         if self.rounds:
             ledger.rounded.add(self.where)
 
@@ -262,8 +262,8 @@ class Collective(PreparedCall, ABC):
         fits = (
             out.dtype == self.dtype and (out.shape == shape or (joins and ranks > 1)) and not self.signature.concat_axis
         )
-        # CuPy's arrays are always writable.
-        if not fits or not out.flags.c_contiguous or (isinstance(out, np.ndarray) and not out.flags.writeable):
+        flags = out.flags  # CuPy's arrays are always writable
+        if not fits or not flags.c_contiguous or (isinstance(out, np.ndarray) and not flags.writeable):
             wanted, got = f"{self.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"
             axis = ", joined along axis 0" if joins else ""
             raise UsageError(f"{self.signature.operation}: out must be contiguous, writable {wanted}{axis}, is {got}")

@@ -171,8 +171,7 @@ class Group:
                         result = call.finish(None if expected.same else expected, entries.blocks, out)
                     finally:
                         table.set_phase(number, RELEASED)
-                    call.record(self.ledger, result)
-                    self.ledger.record_wait(call.where, perf_counter() - began)
+                    call.record(self.ledger, result, perf_counter() - began)
                     return result
         return self._start(call, x, out, number=number, spin_tests=spin_tests).wait()  # it enters the same again
 

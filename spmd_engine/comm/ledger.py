@@ -39,12 +39,16 @@ class Ledger:
         #: called after each wait: operation, axes, label and seconds
         self.observer: Callable[[str, str, str, float], None] | None = None
 
-    def record(self, where: tuple[str, str, str], payload: int, sent: int) -> None:
-        """Add a call to the entry ``where``."""
+    def record(self, where: tuple[str, str, str], payload: int, sent: int, seconds: float | None = None) -> None:
+        """Add a call to the entry ``where``; ``seconds``: of its wait, if it had only one."""
         entry = self.entries[where]
         entry.calls += 1
         entry.payload += payload
         entry.sent += sent
+        if seconds is not None:
+            entry.seconds += seconds
+            if self.observer:
+                self.observer(*where, seconds)
 
     def record_wait(self, where: tuple[str, str, str], seconds: float) -> None:
         """Add the seconds of a start or a wait to the entry ``where``."""

@@ -221,8 +221,8 @@ class Mesh(Collectives, MeshPosition):
         ``among`` omits this rank's coordinate or names an axis that is not in ``over``.
         """
         asked = over if over is None or type(over) in (str, tuple) else self._names(over)
-        if not among and (asked, ()) in self._groups:
-            return self._groups[asked, ()]
+        if not among and (group := self._groups.get((asked, ()))) is not None:
+            return group
         names = self._names(asked)
         places = tuple((name, tuple(among[name])) for name in names if name in among) if among else ()
         if among and len(places) < len(among):

@@ -61,6 +61,7 @@ class Request:
     #: what a plan may do where nothing else fits, of FALLBACKS; None: nothing, which no conflict mentions either
     fallback: Collection[str] | None = FALLBACKS
     named: str = ""  #: the model, as ``train --model`` takes it; empty: by its name
+    lora: LoRAOptions | None = None  #: the adapters that the model has
 
     def __post_init__(self) -> None:
         names = ("goal", GOALS), ("placement", PLACEMENTS), ("optimizer", OPTIMIZERS)
@@ -227,11 +228,11 @@ class PlanResult:
         words.append(f"--batch-size {candidate.batch_size}")
         words += [f"--precision {self.precision}"] * (self.precision != "float32")
         words += [f"--micro-batches {candidate.micro_batches}"] * (candidate.micro_batches > 1)
-        for name, default in vars(ParallelConfig()).items():
-            value = getattr(composition, name)
-            if name != "mesh" and value != default:
-                words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
-        return " ".join(words)
+        words += [f"--optimizer {self.request.optimizer}"] * (self.request.optimizer != "adamw")
+        words += [f"--length {self.request.sequence}"] * (self.request.sequence is not None)
+        if (lora := self.request.lora) is not None:
+            words += [f"--lora-rank {lora.rank}", *_options_of(lora, "lora-", "rank")]
+        return " ".join([*words, *_options_of(composition, "", "mesh")])
 
     def _repr_html_(self) -> str:
         if self.conflict is not None:
@@ -279,8 +280,8 @@ class PlanResult:
             content |= {"late": True} if self.late else {}
         return content | (self.evaluation.as_json() if self.evaluation is not None else {})
 
-    def plan_file(self, model: str, lora: LoRAOptions | None = None) -> PlanFile:
-        """The plan file of this result, for the model of this name or path, with these adapters.
+    def plan_file(self, model: str) -> PlanFile:
+        """The plan file of this result, for the model of this name or path.
 
         Raises UsageError for a model that cannot be trained by name.
         """
@@ -290,9 +291,10 @@ class PlanResult:
         assert composition is not None and composition.mesh is not None
         return PlanFile(
             ranks=count_ranks(composition.mesh) + len(composition.ranks_outside),
-            model=ModelConfig(name=model, dtype=self.precision, lora=lora),
+            model=ModelConfig(name=model, dtype=self.precision, lora=request.lora),
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,
+            length=request.sequence,
             composition=composition,
             optimizer=request.optimizer,
             machine=request.machine.name,
@@ -301,6 +303,16 @@ class PlanResult:
             bytes_sent=int(needs[1]),
             peak_bytes=int(needs[2]),
         )
+
+
+def _options_of(configuration: Configuration, prefix: str, without: str) -> list[str]:
+    """The values of a configuration that are not the defaults, but one, as options of a command line."""
+    default = type(configuration)()
+    return [
+        f"--{prefix}{name.replace('_', '-')}" + ("" if value is True else f" {quote(str(value))}")
+        for name, value in vars(configuration).items()
+        if name != without and value != getattr(default, name)
+    ]
 
 
 # --- Plan files: a composition and micro-batches for a model on a number of ranks, and the predicted step
@@ -318,6 +330,7 @@ class PlanFile(Configuration):
     model: ModelConfig = ModelConfig()
     batch_size: int = setting(16, least=1)  #: samples per step
     micro_batches: int = setting(1, least=1)
+    length: int | None = setting(None, least=1)  #: tokens of a sequence; None: the context of the model
     composition: ParallelConfig = ParallelConfig()
     optimizer: str = "adamw"
     machine: str = ""  #: the machine that the plan is for

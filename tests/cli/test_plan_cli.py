@@ -53,13 +53,15 @@ def test_adapters_are_planned_for_and_the_plan_is_run(here, tmp_path):
     assert here("train", "--model", "llama-nano", "--steps", "0", *data, "--run", "runs/base")[0] == 0
     assert here("checkpoint", "export", "runs/base", "./base", "--format", "huggingface")[0] == 0
     plan = ("plan", "--machine", "cpu", "--ranks", "1", "--batch-size", "2", "--mesh", "data=1", "--model", "./base")
+    plan += ("--length", "32", "--optimizer", "sgd")
     code, out, error = here(*plan, "--lora-rank", "2", "--json", "--output", "plan.json")
     assert code == 0, error
     assert json.loads(out)["peak_bytes"][0] < json.loads(here(*plan, "--json")[1])["peak_bytes"][0]
     assert PlanFile.read("plan.json").model.lora.rank == 2
     code, _, error = here("train", "--plan", "plan.json", "--steps", "1", *data, "--run", "runs/a")
     assert code == 0, error
-    assert TrainConfig.read("runs/a/config.json").model.lora.rank == 2
+    job = TrainConfig.read("runs/a/config.json")
+    assert (job.model.lora.rank, job.data.length, job.training.optimizer) == (2, 32, "sgd")
     code, _, error = here("train", "--plan", "plan.json", "--lora-rank", "4", "--steps", "1", *data)
     assert code == 2 and "--lora-rank 4 with --plan plan.json, which has 2" in error
 

@@ -12,6 +12,7 @@ from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPT_SIZES, GPTSize, gpt
+from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import build_model
 from spmd_engine.observability.run_prediction import steps_of
 from spmd_engine.planning import analyze, plan
@@ -195,6 +196,14 @@ def test_a_plan_keeps_the_options_that_it_does_not_search_and_its_command_has_th
     assert (composition.context_method, composition.compress) == ("ulysses", "bfloat16")
     words = "--context-method ulysses", "--compress bfloat16", "--group-cap 1048576"
     assert all(word in result.command for word in words), result.command
+
+
+def test_the_command_of_a_plan_has_the_optimizer_the_length_and_the_adapters():
+    fixed = {"micro_batches": 1, "zero": 0, "recompute": "none"}
+    lora = LoRAOptions(rank=4, targets="c_attn,c_proj")
+    request = Request(SMALL, read_machine("a100"), [1], [8], fixed=fixed, sequence=8, optimizer="sgd", lora=lora)
+    command = find_plan(request).command
+    assert command.endswith(" --optimizer sgd --length 8 --lora-rank 4 --lora-targets c_attn,c_proj"), command
 
 
 def test_a_plan_that_just_fits_is_found(least):

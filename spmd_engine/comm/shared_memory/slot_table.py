@@ -128,10 +128,12 @@ class SlotTable:
 
     def is_free(self, number: int, inline: int) -> bool:
         """Whether call ``number`` can use its slot, and the staging buffer if ``inline`` bytes need it."""
-        for earlier in range(number - SLOTS, number, STAGING if inline > SMALL else SLOTS):
-            if earlier > 0 and not self.all_reached(earlier, RELEASED):
-                return False
-        return True
+        earlier = number - SLOTS
+        while earlier <= 0 or self.all_reached(earlier, RELEASED):
+            earlier += STAGING if inline > SMALL else SLOTS
+            if earlier >= number:
+                return True
+        return False
 
     def set_phase(self, number: int, phase: int) -> None:
         """Record that this rank has reached ``phase``. The last rank wakes those that sleep."""
@@ -177,11 +179,14 @@ class SlotTable:
         slot, address = number % SLOTS, None
         if signature.inline and data is not None:
             own_view = (expected.inline.get(slot) or self._inline(slot, expected)).blocks[self.rank]
-            own_view.reshape(-1)[...] = data.reshape(-1)  # which may be flat
+            own_view[...] = data.reshape(own_view.shape)  # which may be flat
         else:
             address = self.address(data) if data is not None and data.size else None
             self._write_address(self._data_at[slot], address)
-        self._write_address(self._results_at[slot], None if result is None else self.address(result))
+        if result is None:
+            self._results_at[slot][0][self.rank] = UNREADABLE
+        else:
+            self._write_address(self._results_at[slot], self.address(result))
         digests = self._digests[slot]
         if digests[self.rank] != signature.digest:  # else an earlier call has written it to this slot
             self._signatures[slot][self.rank][: len(signature.packed)] = signature.packed
