@@ -22,6 +22,7 @@ from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.models.names import IMAGES
+from spmd_engine.models.user_code import is_code, other_code
 from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.units import SECONDS
 
@@ -259,6 +260,8 @@ class TrainConfig(Configuration):
         """
         for name in FIXED:
             if name in options and options[name] != self.option(name):
+                if name == "model" and is_code(self.model.name):
+                    raise other_code(self.model.name, options[name], where)
                 raise UsageError(
                     f"{where} was begun with {name} {self.option(name)}: {name} {options[name]} cannot go on with it. "
                     f"Leave it out, or begin another run ({', '.join(FIXED)} stay as they are)"
