@@ -212,7 +212,13 @@ class TrainConfig(Configuration):
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """The job in a JSON file; raises UsageError, in one line, if it cannot be read or has an invalid value."""
-        return cls.from_json(json_at(path), str(path))
+        try:
+            content = json_at(path)
+        except UsageError as error:
+            if not isinstance(error.__cause__, json.JSONDecodeError):
+                raise
+            raise UsageError(f"{error}; a job is a JSON file, such as the config.json of a run") from error
+        return cls.from_json(content, str(path))
 
     def write(self, path: str | Path) -> None:
         """Write the JSON file that ``read`` reads, completely or not at all; raises UsageError if that fails."""
