@@ -104,8 +104,8 @@ def test_groups_come_and_go():
                 assert connections_of(comm).lanes.nodes == [[0, 2], [1, 3]]
                 comm.free()
                 other.all_reduce(np.ones(LARGE), over="rows")
-            free = free or mesh.group().connections.neighbours.own.free
-        assert mesh.group().connections.neighbours.own.free >= free
+            free = free or connections_of(mesh.comm).neighbours.own.free
+        assert connections_of(mesh.comm).neighbours.own.free >= free
 
     run_threads(program, 4, nodes=list("abab"))
 
