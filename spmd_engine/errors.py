@@ -55,6 +55,14 @@ def _plain(name: str) -> str:
     return name.strip("-").replace("_", "-")
 
 
+def counted(count: int, noun: str) -> str:
+    """
+    >>> counted(1, "rank"), counted(1200, "rank")
+    ('1 rank', '1,200 ranks')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def one_of(given: object, names: Iterable[str]) -> str:
     """The end of an error about an unknown name: the valid ``names``, those most similar to ``given`` first.
 
@@ -101,7 +109,8 @@ class WrongNumberOfRanks(MeshError):
 
     def __init__(self, mesh: str, ranks: int, there_are: int, *, threads: bool = False) -> None:
         start = f"call run_threads(..., ranks={ranks})" if threads else f"start with: mpiexec -n {ranks} ..."
-        super().__init__(f"mesh {mesh} needs {ranks} ranks, but there are {there_are}. Change the sizes, or {start}")
+        needs = counted(ranks, "rank")
+        super().__init__(f"mesh {mesh} needs {needs}, but there are {there_are}. Change the sizes, or {start}")
         self.mesh, self.ranks = mesh, ranks  #: axes, as in "data=2,model=2"; number of ranks that they need
 
 

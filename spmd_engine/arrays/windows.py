@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from spmd_engine.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Window:
     """Output p reads the inputs p * stride - before + tap * dilation, for every tap in [0, size).
 
     ``before`` and ``after`` are the numbers of padding elements at either end; negative ones omit elements of the
-    input. Raises ValueError if size, stride or dilation are less than 1.
+    input. Raises UsageError if size, stride or dilation are less than 1.
     """
 
     size: int
@@ -23,7 +25,7 @@ class Window:
     def __post_init__(self) -> None:
         for name in ("size", "stride", "dilation"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{self}: {name} must be at least 1")
+                raise UsageError(f"{self}: {name} must be at least 1")
 
     @classmethod
     def same(cls, size: int, stride: int, dilation: int, length: int) -> Window:

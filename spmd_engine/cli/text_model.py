@@ -17,7 +17,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import ALL, Columns, documents, find_files
 from spmd_engine.models.load_config import ends_at, located, tokenizer_at
-from spmd_engine.models.user_code import is_code
+from spmd_engine.models.user_code import is_code, other_code
 from spmd_engine.serving.sampling import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.encoding import encode_prompt
@@ -84,6 +84,8 @@ def served_run(run: str, job: TrainConfig) -> TrainConfig:
     params, run_job = click.get_current_context().params, read_run(run)
     named = job.model.name if params["model"] else None
     if named not in (None, run_job.model.name):
+        if is_code(run_job.model.name):
+            raise other_code(run_job.model.name, named, run)
         raise UsageError(f"--model {named} with --run {run}, whose model is {run_job.model.name}: omit one of them")
     return run_job.changed(model=permitted(run_job.model, named, params["trust_code"]))
 

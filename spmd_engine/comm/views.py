@@ -14,7 +14,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.axes import PIPE, MeshPosition, all_positions, count_ranks, rank_grid, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.notation import Spec
-from spmd_engine.errors import NotationError, UsageError
+from spmd_engine.errors import NotationError, UsageError, check_argument
 from spmd_engine.pictures import COLOURS, WIDEST, Cell, Picture, grid, listed, size, table, text
 
 if TYPE_CHECKING:
@@ -237,6 +237,7 @@ class ArraySharding:
 
 def describe(mesh: Mesh, x: Array | Sequence[int], sharding: str | Spec) -> ArraySharding:
     """See ``Mesh.describe``."""
+    check_argument("describe: sharding", sharding, (str, Spec), 'letters with axes, as in "b/data d"')
     spec = Spec.parse(sharding) if isinstance(sharding, str) else sharding
     places, ranks = mesh.peers(None), mesh.ranks_in_order
     if isinstance(x, Sequence):

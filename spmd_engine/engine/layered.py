@@ -164,6 +164,7 @@ class LayeredEngine(StoredEngine):
         nothing is transferred. Raises UsageError on all ranks if the model cannot be placed on the mesh, or its arrays
         not filled without a transfer; engine and optimizer are then unchanged.
         """
+        check_argument("reshard: mesh", mesh, (Mesh, NoneType), "a Mesh, or None on a rank outside of it")
         move, model = StateReshard(self, optimizer, among, copies), model or self.model
 
         def placed() -> EngineState | None:

@@ -36,7 +36,7 @@ from spmd_engine.engine.state.assignment import PIPE, Assignment, overlaps, shar
 from spmd_engine.engine.state.engine_state import Copies, assigned, place
 from spmd_engine.engine.state.moving_state import MovingState
 from spmd_engine.engine.zero.compression import compression
-from spmd_engine.errors import UsageError, one_of
+from spmd_engine.errors import UsageError, counted, one_of
 from spmd_engine.foreign import reading
 from spmd_engine.models import Model
 from spmd_engine.sharding.layout import Layout
@@ -215,7 +215,7 @@ class Reshaper:
             raise UsageError(f"ranks {_listed(shape.ranks)}: name each once, and rank 0, which writes the run's files")
         if not set(shape.ranks) <= set(world) or count_ranks(axes) != len(shape.ranks):
             raise UsageError(
-                f"mesh {axes_text(axes)} needs {count_ranks(axes)} ranks; the job has {len(world)}"
+                f"mesh {axes_text(axes)} needs {counted(count_ranks(axes), 'rank')}; the job has {len(world)}"
                 + (f", and {len(shape.ranks)} are named" if set(shape.ranks) <= set(world) else "")
             )
         if shape == self.shape:

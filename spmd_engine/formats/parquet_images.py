@@ -19,12 +19,14 @@ from spmd_engine.errors import UsageError
 from spmd_engine.foreign import first_few, reading
 from spmd_engine.formats.image_files import HELD_OUT, TRAIN, ImageKind, common_kind, notes_on, read_picture
 from spmd_engine.importing import library
+from spmd_engine.units import readable_bytes
 
 MAGIC = b"PAR1"
 _IMAGES, _CLASSES = ("image", "img", "picture", "pixels"), ("label", "labels", "fine_label", "class", "target")
 
 
 KEPT = 1 << 28  #: bytes of images, as files have them, that an open reader keeps
+_FEW = 8  # rows of a group that is read fast for one of them
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,21 @@ def read_parquet_images(files: Sequence[Path]) -> ParquetImages:
     first = every[0]
     unused = [file.name for part, some in by_part.items() if part not in used for file in some]
     notes = notes_on(first.unread, {"files of a part that is not used": unused} if unused else {}, animated)
+    total, largest = sum(table.bytes for table in every), max(size for table in every for size in table.sizes)
+    if total > KEPT and largest > _FEW:
+        notes.append(
+            f"{readable_bytes(total)} of images, of which {readable_bytes(KEPT)} are kept in memory: for most images "
+            f"of a shuffled epoch, a row group of up to {largest:,} rows is read; write the files with "
+            f"row_group_size={_FEW}"
+        )
     return ParquetImages(parts, first.names, notes, len(every))
+
+
+def _bytes_of(metadata: Any, column: str) -> int:
+    """The size of a column, and of what is in it, when it is not compressed."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    chunks = (group.column(number) for group in groups for number in range(metadata.num_columns))
+    return sum(each.total_uncompressed_size for each in chunks if each.path_in_schema.split(".")[0] == column)
 
 
 class _Table:
@@ -182,6 +198,7 @@ class _Table:
                 raise UsageError(f"{file}: its columns are {first_few(columns, 12)}; call those of images image, label")
             self.image, self.unread = image, [name for name in columns if name not in (image, label)]
             self.sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+            self.bytes = _bytes_of(metadata, image)
             self.names = _class_names(self._opened.schema_arrow.metadata, label)
             classes = self._opened.read([label]).column(0).to_pylist()
         odd = next((row for row, value in enumerate(classes) if type(value) is not int), None)

@@ -416,7 +416,7 @@ def _notice(text: str) -> None:
 
 
 def _tell_zeros(content: str | bytes, name: str) -> None:
-    if ("\0" if isinstance(content, str) else b"\0") in content:
+    if "\0" in content if isinstance(content, str) else b"\0" in content:
         _notice(f"{name} has bytes of zero, which are read as they are: it may be damaged, or be no text")
 
 
@@ -548,7 +548,7 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
             items, after = _items_in(held, at, in_array)
             if not (is_odd := _may_be_odd(held, columns, len(items), at, after)):
                 yield from zip(count(number + 1), items, strict=False)
-                number, at = number + len(items), after
+                number, held, at = number + len(items), held[after:], 0  # an error counts the lines before it
         if not began and held[at:]:
             began, in_array = True, held[at] == "["
             at += in_array
@@ -605,8 +605,7 @@ def _items_in(held: str, at: int, in_array: bool) -> tuple[list[Any], int]:
             if last:
                 with suppress(StopIteration, ValueError):
                     more, _ = _scan_once(f"[{held[at:last]}]", 0)
-                    at = between.match(held, last).end()  # type: ignore[union-attr]
-                    items += more
+                    return [*items, *more], between.match(held, last).end()  # type: ignore[union-attr]
     return items, at
 
 

@@ -23,6 +23,8 @@ class Dropout(Layer):
     """y = x · mask / (1 - rate): the mask depends only on seed, step, name and global index."""
 
     def __init__(self, rate: float) -> None:
+        if not 0 <= rate < 1:
+            raise UsageError(f"dropout is {rate}; give a number from 0 on, and below 1")
         self.rate = rate
 
     def forward(self, sh, p, x, ctx):

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.errors import NotationError
+from spmd_engine.errors import NotationError, UsageError, check_argument
+
+
+def _check_dims(name: str, dims: str) -> None:
+    check_argument(f"{name}: dims", dims, str, 'letters, as in "b s d"')
+    if any(len(letter) != 1 for letter in dims.split()):
+        apart = " ".join(letter for letter in dims if not letter.isspace())
+        raise NotationError(f'{name}("{dims}"): dims are letters with blanks between them, as in "{apart}"')
 
 
 @dataclass(frozen=True)
@@ -37,9 +44,9 @@ class Parameter:
         return self.shape if self.shape is not None else tuple(sizes[letter] for letter in self.dims.split())
 
     def __post_init__(self) -> None:
-        if any(len(letter) != 1 for letter in self.dims.split()):
-            apart = " ".join(letter for letter in self.dims if not letter.isspace())
-            raise NotationError(f'Parameter("{self.dims}"): dims are letters with blanks between them, as in "{apart}"')
+        _check_dims("Parameter", self.dims)
+        if not self.std >= 0:
+            raise UsageError(f"Parameter: std is {self.std}; give a number from 0 on")
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,9 @@ class Activation:
     dims: str = "b s d"
     where: str = "residual"
     whole: str = ""
+
+    def __post_init__(self) -> None:
+        _check_dims("Activation", self.dims)
 
 
 @dataclass(frozen=True)

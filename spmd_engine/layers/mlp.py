@@ -1,13 +1,22 @@
 """The two-layer perceptrons of a transformer block: column-parallel, then row-parallel."""
 
+from collections.abc import Callable, Mapping
+
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.activations import gate_of, gelu, gelu_erf, relu, relu_squared, silu_gate
 from spmd_engine.arrays.elementwise import add_to, multiply_by
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 
 #: "gelu" is the tanh form, as in GPT-2; "gelu-erf" is exact.
 ACTIVATIONS = {"gelu": gelu, "gelu-erf": gelu_erf, "relu": relu, "relu-squared": relu_squared}
+
+
+def _named(activation: str, known: Mapping[str, Callable]) -> Callable:
+    if activation not in known:
+        raise UsageError(f"unknown activation {activation!r}; {one_of(activation, known)}")
+    return known[activation]
 
 
 class MLP(Layer):
@@ -31,7 +40,7 @@ class MLP(Layer):
         out_std: float = 0.02,
     ):
         self.sizes, self.bias = {"d": width, "f": hidden}, bias
-        self.activation = ACTIVATIONS[activation]
+        self.activation = _named(activation, ACTIVATIONS)
         self.parameters = {
             "w0": Parameter("d f", std=std),
             "b0": Parameter("f", decay=False),
@@ -95,7 +104,7 @@ class GatedMLP(Layer):
         std: float = 0.02,
         out_std: float = 0.02,
     ):
-        self.sizes, self.gate = {"d": width, "f": hidden}, GATES[activation]
+        self.sizes, self.gate = {"d": width, "f": hidden}, _named(activation, GATES)
         self.parameters = {
             "gate": Parameter("d f", std=std),
             "up": Parameter("d f", std=std),

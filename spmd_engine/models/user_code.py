@@ -120,6 +120,14 @@ def not_permitted(name: str, named_in: str, or_else: str = "") -> UsageError:
     )
 
 
+def other_code(name: str, named: str, where: str) -> UsageError:
+    """The error for a model, ``named`` by the user, that is not the code ``name`` of what ``where`` says."""
+    return UsageError(
+        f"the model of {where} is {shown(name)}, not {shown(named)}: name it, with its arguments, by "
+        f"--model {quote(shown(name))}"
+    )
+
+
 def shown(name: str) -> str:
     """The name of code as text of one line, which cannot control a terminal."""
     return name if name.isprintable() else repr(name)

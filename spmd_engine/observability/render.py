@@ -31,12 +31,12 @@ def print_picture(picture: Picture, console: Console) -> None:
 def lines(picture: Picture, widest: int = WIDEST) -> Iterator[Text]:
     """Title, drawing, table and notes as lines of text; the drawing no wider than ``widest`` if it can be folded."""
     yield Text(picture.title, style="bold")
-    yield Text()
-    yield from map(_text_line, text_rows(picture.drawing, picture.fold, widest))
-    for part in (picture.table, [text(0, line, note) for line, note in enumerate(picture.notes)]):
+    drawing = [*text_rows(picture.drawing, picture.fold, widest)]
+    notes = [text(0, line, note) for line, note in enumerate(picture.notes)]
+    for part in (drawing, [*text_rows(picture.table)], [*text_rows(notes)]):
         if part:
             yield Text()
-            yield from map(_text_line, text_rows(part))
+            yield from map(_text_line, part)
 
 
 def text_table(

@@ -260,7 +260,7 @@ def _charts(runs: Sequence[RunRecord]) -> Iterator[dict[str, Any]]:
             if name in ("seconds", "tokens_per_second") and len(y) > WARM_UP:
                 seen[:WARM_UP] = False
             x, y = run.steps[seen], y[seen]
-            first = run.last("evaluated").get("validation_loss") if name == "validation_loss" else None
+            first = run.last("evaluated").get(name) if name.startswith("validation_") else None
             if isinstance(first, float) and isfinite(first):  # before the first step, which has no line
                 x, y = np.append(0, x), np.append(first, y)
             if len(x):
@@ -445,7 +445,7 @@ def _events(run: RunRecord) -> str:
     if not rows:
         return ""
     saved = sum(event.get("event") == "saved" for event in run.events)
-    caption = f"Starts, ends, warnings and skipped steps (UTC); {saved} checkpoints were saved"
+    caption = f"Starts, ends, warnings and skipped steps (UTC); checkpoints saved: {saved}"
     return _section("Events", html_table(caption, ["time", "event", "step", "what"], rows[-MOST_ROWS:], numbers=False))
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 import spmd_engine.pictures as pictures
 from spmd_engine.axes import MeshPosition
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, counted
 from spmd_engine.observability.render import text_table
 from spmd_engine.pictures import Cell, Picture, listed, table, text
 from spmd_engine.planning.dry_run.model_shards import ModelShard
@@ -156,7 +156,7 @@ def print_step(analysis: StepAnalysis, rank: int, console: Console) -> None:
     path = analysis.critical_path()
     console.print(
         f"critical path: {path.flops / 1e9:,.2f} GFLOP in {len(path.nodes):,} computations, through "
-        f"{len(path.classes):,} ranks in turn; this rank computes {step.flops / 1e9:,.2f}\n"
+        f"{counted(len(path.classes), 'rank')} in turn; this rank computes {step.flops / 1e9:,.2f}\n"
     )
     console.print(f"at its peak, in {step.peak_moment}, this rank holds {step.peak.bytes:,} bytes:")
     for kind, name, size in step.peak.holds[:_MOST_HELD]:

@@ -155,8 +155,8 @@ class PlanResult:
         if not conflict.decided:
             text = (
                 f"{self.ended}: of {search.candidates:,} candidates "
-                f"{search.excluded:,} break a constraint by their bounds, {search.estimated:,} were "
-                f"estimated, and none of these keeps {constraints}; whether another does is unknown"
+                f"{search.excluded:,} cannot keep a constraint, by bounds, the search estimated {search.estimated:,}, "
+                f"and none of these keeps {constraints}; whether another does is unknown"
             )
         elif len(conflict.constraints) > 1:
             text = f"nothing fits: {constraints} cannot be kept together"

@@ -66,12 +66,25 @@ def end_all_ranks_on_error(comm) -> None:
         rank = f"rank {comm.rank} of {comm.size}"
         if issubclass(kind, KeyboardInterrupt):
             _end_job(comm, f"{rank}: {str(error) or 'interrupted'}; it ends the job\n", exit_code(error), patience=1.0)
-        text = "".join(traceback.format_exception(kind, error, trace))
+        lines = _without_own_frames if issubclass(kind, CommunicationTimeout) else traceback.format_exception
+        text = "".join(lines(error))
         if issubclass(kind, (CommunicationTimeout, ReplicasDifferError)):  # perhaps nodes or links are the cause
             text += f"'mpiexec -n {comm.size} python -m spmd_engine doctor' examines ranks, nodes and links\n"
         _end_job(comm, f"{rank} failed and ends the job:\n{text}", 1)
 
     sys.excepthook = hook
+
+
+def _without_own_frames(error: BaseException) -> list[str]:
+    """The lines of an error, which tells all itself, with the frames of the user's program alone."""
+    report = traceback.TracebackException.from_exception(error)
+    others = [frame for frame in report.stack if not any(folder in frame.filename for folder in _LIBRARIES)]
+    report.stack = traceback.StackSummary.from_list(others) if others else None  # type: ignore[assignment]
+    return [*report.format(chain=False)]
+
+
+#: In the paths of this package, of its command line's library, and of modules without a file.
+_LIBRARIES = (os.path.dirname(os.path.dirname(__file__)) + os.sep, f"{os.sep}click{os.sep}", "<frozen")
 
 
 def end_at_once(message: str, code: int) -> None:

@@ -131,12 +131,13 @@ class NextTokens(ShardedEngine):
 
     def _choose(self, scores: np.ndarray, x: np.ndarray) -> np.ndarray:
         texts = [self._texts[sequence] for sequence in x[:, SEQUENCE].tolist()]
-        keys = [key_of(int(line[KEY]), len(text)) for line, text in zip(x, texts, strict=True)]
+        lines = zip(x, texts, strict=True) if self.options.draws else ()
+        keys = [key_of(int(line[KEY]), len(text)) for line, text in lines]
         options = {"seen": texts, "keys": keys, "vocabulary": self._vocabulary, "log_probs": self.log_probs}
         chosen = choose(scores, self.options, **options)
         likely = np.where(np.isnan(chosen.log_probs), -np.inf, chosen.log_probs)
         tokens = np.where(np.isnan(chosen.margins), np.inf, chosen.tokens)
-        return np.stack((tokens, likely, np.nan_to_num(chosen.margins, nan=0, posinf=np.inf)), axis=1)
+        return np.stack((tokens, likely, np.where(np.isnan(chosen.margins), 0, chosen.margins)), axis=1)
 
 
 def vocabulary_of(engine: LayeredEngine) -> Vocabulary:

@@ -203,7 +203,9 @@ class EventLog(Observer):
 
     def evaluated(self, step: int, loss: float) -> None:
         if step == 0:  # later ones are in the metrics
-            self._write("evaluated", step=step, validation_loss=loss)
+            metrics = self._run.evaluation.metrics if self._run.evaluation is not None else {}
+            metrics = {f"validation_{name}": value for name, value in metrics.items()}
+            self._write("evaluated", step=step, validation_loss=loss, **metrics)
 
     def stepped(self, report: StepReport) -> None:
         if report.skipped:

@@ -85,6 +85,8 @@ class Run:
     ) -> None:
         check_argument("Run: folder", folder, (str, Path), "the path of a folder, before the trainer")
         check_argument("Run: trainer", trainer, Trainer, "a Trainer, after the folder")
+        for observer in observers:
+            check_argument("Run: an observer", observer, Observer, "an Observer, not its class")
         self.folder, self.trainer, self.validation = Path(folder), trainer, validation
         self.eval_every, self.save_every, self.trace, self.sample = eval_every, save_every, trace, sample
         self.config, self.facts = config, dict(facts or {})

@@ -22,6 +22,7 @@ from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.models.names import IMAGES
+from spmd_engine.models.user_code import is_code, other_code
 from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.units import SECONDS
 
@@ -211,7 +212,13 @@ class TrainConfig(Configuration):
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """The job in a JSON file; raises UsageError, in one line, if it cannot be read or has an invalid value."""
-        return cls.from_json(json_at(path), str(path))
+        try:
+            content = json_at(path)
+        except UsageError as error:
+            if not isinstance(error.__cause__, json.JSONDecodeError):
+                raise
+            raise UsageError(f"{error}; a job is a JSON file, such as the config.json of a run") from error
+        return cls.from_json(content, str(path))
 
     def write(self, path: str | Path) -> None:
         """Write the JSON file that ``read`` reads, completely or not at all; raises UsageError if that fails."""
@@ -259,6 +266,8 @@ class TrainConfig(Configuration):
         """
         for name in FIXED:
             if name in options and options[name] != self.option(name):
+                if name == "model" and is_code(self.model.name):
+                    raise other_code(self.model.name, options[name], where)
                 raise UsageError(
                     f"{where} was begun with {name} {self.option(name)}: {name} {options[name]} cannot go on with it. "
                     f"Leave it out, or begin another run ({', '.join(FIXED)} stay as they are)"

@@ -118,7 +118,7 @@ class Trainer:
         max_skipped: int = 0,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        limits = {"grad_clip": grad_clip, "max_skipped": max_skipped}
+        limits = {"grad_clip": grad_clip, "max_skipped": max_skipped, "loss": loss}
         _check_arguments(engine=engine, optimizer=optimizer, batches=batches, rate=rate, **limits)
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
@@ -331,6 +331,7 @@ def _check_arguments(**arguments: Any) -> None:
         "batches": (Callable, "a function of the step, as lambda step: batch_of(x, y, engine, step=step)"),
         "rate": (Callable, "a function of the step, as lambda step: 0.1"),
         "grad_clip": (SupportsFloat, "a number"),
+        "loss": (Callable, "a function of outputs, targets and count, as mean_squared_error"),
         "max_skipped": (SupportsIndex, "a whole number"),
     }
     for name, (kind, expected) in expectations.items():

@@ -15,6 +15,7 @@ from spmd_engine.arrays.images import (
     max_pool_gradient,
 )
 from spmd_engine.arrays.windows import Window
+from spmd_engine.errors import UsageError
 from support.numerics import normals
 
 windows = st.builds(
@@ -117,7 +118,7 @@ def test_same_padding(size, stride, length):
 
 @pytest.mark.parametrize("name", ["size", "stride", "dilation"])
 def test_windows_of_nothing_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+    with pytest.raises(UsageError, match=f"{name} must be at least 1"):
         Window(**{"size": 3, name: 0})
 
 

@@ -236,11 +236,17 @@ def test_code_of_a_run_that_has_changed_is_told_of_and_runs_when_the_user_permit
     _, _, error = here(*resume[:-2], "--model", "own_code.py:classifier")
     assert f"records, SHA-256 {source}" in error and "which runs" not in error
     code_, _, error = here(*resume, "--model", "own_code.py:text")
-    assert code_ == 2 and "was begun with model own_code.py:classifier: model own_code.py:text cannot go on" in error
+    said = "the model of runs/changed is own_code.py:classifier, not {}: name it, with its arguments, by --model "
+    assert code_ == 2 and said.format("own_code.py:text") + "own_code.py:classifier" in error
     np.save("x.npy", np.zeros((1, 5)))
     infer = ["infer", "--run", "runs/changed", "--input", "x.npy", "--output", "y.npy", "--model"]
     assert here(*infer, "own_code.py:classifier")[0] == 0
-    assert "whose model is own_code.py:classifier: omit one of them" in here(*infer, "own_code.py:text")[2]
+    assert said.format("own_code.py:text") in here(*infer, "own_code.py:text")[2]
+    named = config["model"]["name"] = "own_code.py:classifier(hidden=8)"
+    Path("runs/changed/config.json").write_text(json.dumps(config))
+    for command in (resume, infer[:-1]):
+        for without in ([], ["--model", "own_code.py:classifier"]):
+            assert f"--model '{named}'" in here(*command, *without)[2]
 
 
 MISTAKES = {

@@ -13,7 +13,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers import Attention, LayerNorm, Residual
 from spmd_engine.losses import cross_entropy, mean_squared_error
 from spmd_engine.models import two_layers
-from spmd_engine.training import Trainer
+from spmd_engine.training import Observer, Run, Trainer
 from spmd_engine.training.run_folder import run_folder
 from support.linear_engine import Linear
 from support.strangers import Bare
@@ -37,6 +37,10 @@ def losses(engine=None, *, micro_batches=1, optimizer=None, rate=lambda step: 0.
     engine = engine or own()
     batches = given.pop("batches", lambda step: batch_of(X, Y, engine, micro_batches, step))
     return [r.loss for r in Trainer(engine, optimizer or SGD(), batches, rate, **given).run(2)]
+
+
+def trainer():
+    return Trainer(own(), SGD(), None, None)
 
 
 def test_without_a_mistake_nothing_is_refused():
@@ -471,6 +475,17 @@ OF_WRONG_TYPES = {
     r"Trainer.run\('3'\): give the number of steps": lambda: Trainer(own(), SGD(), None, None).run("3"),
     "SGD: momentum is '0.9'; give a number": lambda: SGD("0.9"),
     "SGD: momentum is nan; give a number from 0 on, and below 1": lambda: SGD(float("nan")),
+    "unknown activation 'swoosh'; there are: gelu": lambda: layers.MLP(4, 8, activation="swoosh"),
+    "unknown activation 'swish'; there are: silu|did you mean": lambda: layers.GatedMLP(4, 8, activation="swish"),
+    "Parameter: std is -1; give a number from 0 on": lambda: layers.Parameter("d", std=-1),
+    "Parameter: dims is a int; give letters": lambda: layers.Parameter(3),
+    "Activation.*: dims are letters with blanks between them, as in .b s d": lambda: layers.Activation("bsd"),
+    "dropout is 2.0; give a number from 0 on, and below 1": lambda: layers.Positions(4, 4, dropout=2.0),
+    "Window.size=0.*size must be at least 1": lambda: layers.MaxPool(("c", 4), 0),
+    "reshard: mesh is a str; give a Mesh": lambda: LayeredEngine(two_layers(2, 3)).reshard("data=2"),
+    "describe: sharding is None; give letters with axes": lambda: Mesh().describe((2, 2), None),
+    "Run: an observer is the class Observer; give an Observer": lambda: Run("r", trainer(), observers=[Observer]),
+    "Trainer.*: loss is a str; give a function of outputs": lambda: losses(loss="mse"),
     "SGD: momentum is 1.5; give a number from 0 on, and below 1": lambda: SGD(1.5),
     "AdamW: epsilon is 0; give a finite number above 0": lambda: AdamW(epsilon=0),
     "8 samples in 9 micro-batches: give at most as many parts": lambda: batch_of(X, Y, own(), 9),

@@ -1,5 +1,8 @@
 """A composition that does not fit the share of one rank is refused by all ranks, none of which goes on."""
 
+import math
+
+import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run_threads
@@ -12,6 +15,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import deep_mlp, gpt
 from spmd_engine.sharding import Layout
 from support import tiny
+from support.real_steps import build
 
 UNEVEN = "pipe=2,model=1|2"
 
@@ -53,6 +57,17 @@ def test_all_ranks_refuse_parameters_beyond_the_memory_of_one_node(monkeypatch):
         "pipe=2", lambda mesh: LayeredEngine(deep_mlp(6, 16), mesh, stages=(0, 1))
     )  # 1 pair of layers, then 2
     assert len(set(said)) == 1 and said[0].startswith("rank 1 of 2: its parameters alone are ")
+
+
+def test_a_large_share_beyond_the_memory_of_a_node_is_refused(monkeypatch):
+    """An equal part would fit."""
+    whole = 4 * sum(math.prod(shape) for _, (_, shape) in deep_mlp(4, 16).parameters())
+    monkeypatch.setattr("spmd_engine.engine.zero.parameter_store.memory_here", lambda: whole * 3 // 4)
+    composition = ParallelConfig(zero=3, state_shares="data=7:1", min_tensor_size=0)
+    said = errors("data=2", lambda mesh: build(deep_mlp(4, 16), mesh, composition, np.float32))
+    assert len(set(said)) == 1 and said[0].startswith("rank 0 of 2: its parameters alone are "), said
+    composition = composition.changed(state_shares=None)
+    assert errors("data=2", lambda mesh: build(deep_mlp(4, 16), mesh, composition, np.float32)) == [""] * 2
 
 
 @pytest.mark.parametrize("zero", [1, 2])

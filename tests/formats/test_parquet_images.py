@@ -90,6 +90,15 @@ def test_images_are_decoded_when_they_are_needed_from_a_few_row_groups(tmp_path,
     assert read_groups == [0, 1, 2, 3, 4, 0, 1, 2, 0, 3, 4]
 
 
+def test_more_images_than_are_kept_in_large_row_groups_are_said(tmp_path, monkeypatch):
+    file = write(tmp_path / "a.parquet", range(len(PIXELS)))
+    monkeypatch.setattr(parquet_images, "KEPT", 1024)
+    (note,) = find_images(str(file)).notes
+    assert "of images, of which 1.00 KiB are kept in memory" in note and "up to 23 rows" in note
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(file), file, row_group_size=8)
+    assert not find_images(str(file)).notes
+
+
 def test_every_rank_opens_the_files(tmp_path):
     file = write(tmp_path / "a.parquet", range(len(PIXELS)))
 

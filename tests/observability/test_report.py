@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from spmd_engine.engine.batch import Evaluation
 from spmd_engine.observability.run_page import POINTS, _smoothed, page_of
 from spmd_engine.observability.run_record import RunRecord
 from spmd_engine.runtime.environment import environment
@@ -291,3 +293,12 @@ def test_the_command_of_a_run_can_be_run_again(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "8")
     assert environment()["command"] == "mpiexec -n 8 python mine.py 3"
+
+
+def test_the_accuracy_before_the_first_step_is_an_event_and_on_the_page(tmp_path):
+    steps = [{"step": n, "loss": 1.0, "validation_loss": 0.9, "validation_accuracy": 0.5} for n in (1, 2)]
+    folder, log = folder_of(tmp_path / "run", steps), EventLog(tmp_path / "run")
+    log._run = SimpleNamespace(evaluation=Evaluation(2.0, {"accuracy": 0.125}, 8))
+    log.evaluated(0, 2.0)
+    (curve,) = Page(page_of([RunRecord.read(folder)])).curves["Validation accuracy"]
+    assert curve["x"] == [0, 1, 2] and curve["y"] == [0.125, 0.5, 0.5]

@@ -12,8 +12,9 @@ import pytest
 from mpi_harness.launch import mpiexec
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm import pending as pending_module
-from spmd_engine.errors import CommunicationTimeout
+from spmd_engine.errors import CommunicationTimeout, MeshError
 from spmd_engine.runtime import activity as activity_module
+from spmd_engine.runtime import ending
 from spmd_engine.runtime import watchdog as watchdog_module
 from spmd_engine.runtime.activity import SIZE, Activity, CallRecord, Record, State, WaitRecord, stack_of
 from spmd_engine.runtime.hang_report import look_at
@@ -357,6 +358,17 @@ def test_a_rank_that_never_comes_is_named_and_the_job_ends(how, mpi_run, tmp_pat
     assert ended.stderr.count("have waited") == 1 and "for rank 3:" in ended.stderr
     assert "rank 3 came to all_reduce #3" in ended.stderr and said in ended.stderr
     assert "CommunicationTimeout: waited" in ended.stderr
+
+
+def test_an_error_that_tells_all_has_the_frames_of_the_user_alone():
+    try:
+        Mesh(data=0)
+    except MeshError as error:
+        (header, *frames, last) = ending._without_own_frames(error)
+        assert header.startswith("Traceback") and last == f"spmd_engine.errors.MeshError: {error}\n"
+        assert len(frames) == 1 and "test_watchdog.py" in frames[0]
+        error.__traceback__ = error.__traceback__.tb_next  # as of the command line
+        assert ending._without_own_frames(error) == [last]
 
 
 NODES = """

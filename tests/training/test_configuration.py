@@ -64,6 +64,9 @@ def test_a_mistake_is_one_line_that_names_file_and_field(tmp_path, content, mess
 
 
 def test_a_file_that_is_no_json_is_one_line(tmp_path):
+    (tmp_path / "job.json").write_text("[model]\nname = 'mlp'\n")
+    with pytest.raises(UsageError, match=r"JSON: Expecting value: line 1 column 2 .*; a job is a JSON file"):
+        TrainConfig.read(tmp_path / "job.json")
     (tmp_path / "job.json").write_text("{")
     for path in (tmp_path / "job.json", tmp_path / "none", tmp_path):
         with pytest.raises(UsageError, match="cannot be read as JSON"):

@@ -195,7 +195,8 @@ def _print_certificate(console: Console, result: PlanResult) -> None:
         return
     text = (
         f"certificate: of {certificate.candidates:,} candidates, each with its best division into stages, "
-        f"{certificate.excluded:,} break a constraint by their bounds and {certificate.estimated:,} were estimated; "
+        f"{certificate.excluded:,} cannot keep a constraint, by bounds, and the search estimated "
+        f"{certificate.estimated:,}; "
     )
     proven = (
         "none of the others can be better"

@@ -209,7 +209,7 @@ class SlotTable:
             by_digest = {digest: Signature.unpack(each.tobytes()) for digest, each in packed.items()}
             signatures = Signatures([by_digest[digest] for digest in digests])
         inline = signatures.inline.get(slot) or self._inline(slot, signatures)
-        if signatures.inline_all:
+        if signatures.inline_all and not exposed:  # the same record serves all such calls
             return inline
         blocks = list(inline.blocks)
         for rank, signature in enumerate(signatures.by_rank):

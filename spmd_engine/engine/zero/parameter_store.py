@@ -206,9 +206,11 @@ def _check_share(
         raise UsageError(f"--offload parameters with --zero {zero}: every rank holds them whole; choose --zero 3")
     if not isinstance(backend.empty(0, dtype), np.ndarray):  # on a device, or meta arrays
         return
-    parts = [group.size // mesh.axis_size(group.summed.sharded) for group in groups]
-    held = [table.bytes_by_class(group.size, part) for group, table, part in zip(groups, tables, parts, strict=True)]
-    needed = sum(by_class["parameters"] for by_class in held)
+    needed = 0
+    for group, table in zip(groups, tables, strict=True):
+        over = group.summed.sharded
+        part = group.intervals(mesh.axis_size(over))[mesh.index(over)]
+        needed += table.bytes_by_class(group.size, part.stop - part.start)["parameters"]
     if needed > memory_here():
         raise UsageError(
             f"its parameters alone are {readable_bytes(needed)}, and this node has "

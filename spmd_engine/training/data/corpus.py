@@ -104,7 +104,8 @@ def _read(
     if shortest <= context:
         raise UsageError(
             f"--data {root}: {train_size} bytes to train on and {size - train_size} to validate on; "
-            f"each must be longer than the context of {context}. Give more text, or a model with a shorter context"
+            f"each must be longer than the context of {context}. Give more text, a smaller --length, or a model with a "
+            "shorter context"
         )
     facts = {"documents": len(contents), "files": len(files), "sha256": digest.hexdigest(), "left_out": left_out}
     facts["unread"] = list(dict.fromkeys(unread))
