@@ -183,7 +183,7 @@ def compare_replicas(engine: ShardedEngine, optimizer: Optimizer | None = None) 
                 checksums[len(arrays)] = _checksum(blocks[name])
             alike.setdefault(key, []).append(len(arrays))
             arrays.append((f"{kind}{name}", placed.held, first))
-    combined = np.array([crc32(checksums[numbers]) for numbers in alike.values()], np.uint32)
+    combined = np.array([crc32(checksums[numbers].data) for numbers in alike.values()], np.uint32)
     gathered = group.all_gather(combined, label="replicas").reshape(group.size, -1)
     if not any(_differ(sums, arrays[i][2]).any() for sums, (i, *_) in zip(gathered.T, alike.values(), strict=True)):
         return
