@@ -106,8 +106,8 @@ def test_each_element_is_sent_once_to_those_who_lack_it(name, root):
 
 @pytest.mark.parametrize("kind", [Shelf, Plain], ids=["shapes-known", "shapes-asked"])
 def test_the_number_of_collectives_does_not_grow_with_the_arrays(kind):
-    """Three to learn what each rank holds of all arrays, one of them for shapes that differ between ranks; then, for each
-    array, one to agree and one to send, if a rank lacks a part."""
+    """Three to learn what each rank holds of all arrays, one of them for shapes that differ between ranks; then, for
+    each array, one to agree and one to send, if a rank lacks a part."""
 
     class Asking(Shelf):
         global_shape = kind.global_shape
