@@ -14,20 +14,25 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import process_time
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import numpy as np
 
+from spmd_engine.axes import position_of
+from spmd_engine.checkpoints.digest import compare_replicas
 from spmd_engine.checkpoints.format.manifest import MODEL, Manifest, stored_arrays
+from spmd_engine.checkpoints.load_in_place import Wanted, parts_of_rank
 from spmd_engine.checkpoints.save import assign_blocks
 from spmd_engine.cli.bench.measuring import count_option, output_option, report
 from spmd_engine.comm.agreement.joining import gather_texts
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.pending import Progress
-from spmd_engine.sharding.placement import Held, exchange_placements
+from spmd_engine.sharding.placement import Held, exchange_placements, exchange_shapes
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.training.data.token_data import whole_documents
 from spmd_engine.training.trainer import StepReport
@@ -145,6 +150,20 @@ def parts_of(size: int) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any]
         return Manifest(1, {MODEL: stored_arrays(MODEL, arrays, files)}, mesh=f"data={size}").text()
 
     yield "manifest, on rank 0", manifest, lambda text: {"bytes": len(text)}
+    text = manifest()
+    yield "reading the manifest", lambda: Manifest.parse(text, "it"), lambda _: {"bytes": len(text)}
+    stored, on_node = Manifest.parse(text, "it").sections[MODEL], range(min(size, PER_NODE))
+    wanted = [Wanted(name, stored[name], placed, None) for name, placed in placement.items()]
+    yield "reading a checkpoint, its part", lambda: list(parts_of_rank(wanted, 0, on_node)), lambda _: {}
+    engine: Any = SimpleNamespace(parameters={name: np.zeros(1) for name in placement}, buffers={})
+    engine.placement = lambda: placement
+    comparing: Any = Gathering(size, lambda row, size: [row] * size)
+    engine.group = lambda: comparing
+    yield "comparison of replicas", lambda: compare_replicas(engine), lambda _: {"bytes": comparing.nbytes}
+    sharded = {name: (Spec.parse("d/data f"), part.shape) for name, (_, part) in held.items()}
+    shaping: Any = Gathering(size, lambda row, size: [row] * size)
+    first = position_of(0, {"data": size})
+    yield "shapes of arrays", lambda: exchange_shapes(shaping, first, sharded), lambda _: {"bytes": shaping.nbytes}
     shares = np.random.default_rng(0).random((size, 3)).round(3).tolist()
     step = StepReport(
         1, 1.0, 1.0, 1.0, 1, 1.0, 1.0, shares=shares, cpu_seconds=[1.0] * size, private_bytes=[1 << 30] * size

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from traceback import walk_stack
+from typing import Any
 
 LIKE = 0.65  #: least similarity, by difflib, of a suggested name
 LISTED = 24  #: most names that an error lists
@@ -135,6 +136,30 @@ class CheckpointError(UsageError):
 
 class ReplicasDifferError(SpmdError):
     """Replicas of an array differ in some bits; all ranks raise it with the same text."""
+
+
+def is_array(x: Any) -> bool:
+    """Whether ``x`` is an array, and not a number of NumPy, which has a shape, too."""
+    return getattr(x, "shape", None) is not None and hasattr(x, "__setitem__")
+
+
+def check_argument(name: str, value: Any, kind: Any, give: str) -> None:
+    """Raise UsageError if an argument of this name is no instance of ``kind``; ``give``: what to pass instead."""
+    if not isinstance(value, kind):
+        raise UsageError(f"{name} is {described(value)}; give {give}")
+
+
+def described(returned: Any) -> str:
+    """The description of a value in messages."""
+    if returned is None:
+        return "None"
+    if isinstance(returned, (tuple, list)):
+        return f"a {type(returned).__name__} of {len(returned)}"
+    if is_array(returned):
+        return f"an array of shape {tuple(returned.shape)}"
+    if isinstance(returned, type):
+        return f"the class {returned.__name__}"
+    return f"a {type(returned).__name__}"
 
 
 _LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (__file__, os.__file__))

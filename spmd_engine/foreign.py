@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from select import select
 from typing import Any
 
 from spmd_engine.errors import SpmdError, UsageError
@@ -21,6 +23,7 @@ MOST_OF_REQUEST = 1 << 20  #: bytes of a request to a running job, which waits w
 DEPTH = 64  #: most levels of nested objects and lists
 DIGITS = 100  #: most digits of a whole number
 _LARGEST = 10**DIGITS
+PATIENCE = 30.0  #: seconds that a reader waits for the first byte of a pipe
 LONGEST = 500  #: most characters of a reason
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  #: the JSON escape of a surrogate
 #: a TOML key that is nested too deep
@@ -79,9 +82,17 @@ def _pointer_error(path: str | Path, kind: type[SpmdError]) -> SpmdError:
 def read_bytes(path: str | Path, most: int = MOST_BYTES, *, pipes: bool = False) -> bytes:
     """The content of a file, or with ``pipes`` of a pipe, for which this waits.
 
-    Raises OSError, UsageError for what is no file, and ValueError for more than ``most`` bytes.
+    Raises OSError, UsageError for what is no file, and ValueError for more than ``most`` bytes, and for a pipe to which
+    no program writes.
     """
-    with open(path if pipes else open_regular(path, os.O_RDONLY, follow=True), "rb") as file:
+    opened = path if pipes else open_regular(path, os.O_RDONLY, follow=True)
+    if pipes and stat.S_ISFIFO(os.stat(path).st_mode):
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not select([opened], [], [], PATIENCE)[0]:
+            os.close(opened)
+            raise ValueError(f"it is a pipe to which no program has written for {PATIENCE:g} s")
+        os.set_blocking(opened, True)
+    with open(opened, "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")

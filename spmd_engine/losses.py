@@ -12,7 +12,7 @@ from spmd_engine.arrays.backend import Array, backend_of, number_of
 from spmd_engine.arrays.fused import chunks
 from spmd_engine.arrays.precision import accumulated_in, is_half, rounded, widened
 from spmd_engine.comm.group import Group
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, described, is_array
 
 
 def mean_squared_error(
@@ -22,9 +22,12 @@ def mean_squared_error(
 
     Raises UsageError if the shapes differ.
     """
+    _check_arrays("mean_squared_error", outputs=outputs, targets=targets)
     if outputs.shape != targets.shape:
         raise UsageError(f"mean_squared_error: outputs of shape {outputs.shape}, targets of {targets.shape}")
     difference = widened(outputs) - widened(targets)
+    if difference.dtype.kind in "iub":  # the gradient would be 0
+        raise UsageError(f"mean_squared_error: outputs of {outputs.dtype}, targets of {targets.dtype}; give floats")
     if count is None:
         count = float(outputs.size if mask is None else mask.sum())
     weight = 1.0 / (count or 1.0)
@@ -49,6 +52,7 @@ def cross_entropy(
     the targets' scores; it never gathers the outputs. Raises UsageError for shapes that do not match and for targets
     that are not classes. After Shoeybi et al., "Megatron-LM" (2019).
     """
+    _check_arrays("cross_entropy", outputs=outputs, targets=targets)
     xp = backend_of(outputs).xp
     if targets.size * outputs.shape[-1] != outputs.size:
         raise UsageError(
@@ -86,6 +90,12 @@ def cross_entropy(
         cross_entropy_gradient(piece, sums[0, part], weights[part], local_targets[part])
         rounded(piece, scores.dtype, scores[part])
     return value, scores.reshape(outputs.shape)
+
+
+def _check_arrays(name: str, **arrays: Array) -> None:
+    for role, x in arrays.items():
+        if not is_array(x):
+            raise UsageError(f"{name}: {role} is {described(x)}; give an array")
 
 
 def check_classes(targets: Array, classes: int, mask: Array | None = None) -> None:

@@ -69,6 +69,18 @@ def readable_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def readable_rate(rate: float) -> str:
+    """Bytes a second in the largest decimal unit that is not larger, as links are described.
+
+    >>> readable_rate(1.2e9)
+    '1.2 GB/s'
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if rate >= size:
+            return f"{rate / size:.3g} {unit}/s"
+    return f"{rate:.3g} B/s"
+
+
 def readable_seconds(seconds: float) -> str:
     """Seconds with three digits, in the largest unit that gives at least 1.
 

@@ -54,6 +54,7 @@ STATE = {
     "arrays/attention.py: _rows_and_keys": "the cache of a pure function",
     "arrays/backend.py: ones": "the cache of a pure function",
     "formats/text_documents.py: _alone_among": "the cache of a pure function",
+    "formats/text_documents.py: _notice": "which notices were logged",
     "formats/text_documents.py: _usual_among": "the cache of a pure function",
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from zlib import crc32
@@ -26,7 +26,7 @@ from spmd_engine.checkpoints.save import write_plans
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import ReplicasDifferError
-from spmd_engine.sharding.placement import Placement
+from spmd_engine.sharding.placement import Placement, Rectangles, ranks_with_the_same
 from spmd_engine.sharding.rectangles import Rectangle
 
 CHUNK = 1 << 18  #: elements of a chunk, approximately
@@ -158,8 +158,10 @@ def _odd_numbers(x: np.ndarray) -> np.ndarray:
 def compare_replicas(engine: ShardedEngine, optimizer: Optimizer | None = None) -> None:
     """Raise ReplicasDifferError, on every rank, unless all ranks that hold a block have the same bits of it.
 
-    One all_gather compares the CRC-32 of each block of parameters, buffers and the optimizer's state, which detects any
-    single flipped bit. Processors or libraries that round differently may differ in last bits. Collective.
+    One all_gather compares the CRC-32 of the CRC-32s of a rank's blocks of parameters, buffers and the optimizer's
+    state, for those arrays together that are divided in the same way, which detects any single flipped bit. A second
+    one finds the blocks that differ. Processors or libraries that round differently may differ in last bits.
+    Collective.
     """
     kinds: list[tuple[str, Placement, Mapping[str, Array]]] = [
         ("", engine.placement(), {**engine.parameters, **engine.buffers})
@@ -167,36 +169,44 @@ def compare_replicas(engine: ShardedEngine, optimizer: Optimizer | None = None) 
     if optimizer is not None and optimizer.state:
         owned = engine.placement(owned=True)
         kinds += [(f"{kind} of ", owned, engine.named(state)) for kind, state in sorted(optimizer.state.items())]
-    group = engine.group()
-    local = [
-        _checksum(arrays[name])
-        for _, placement, arrays in kinds
-        for name, placed in placement.items()
-        if placed.held[group.rank]
-    ]
-    checksums = iter(group.all_gather(np.array(local, np.int64), label="replicas").tolist())
-    by_rank = [list(_checksums_of_rank(kinds, rank, checksums)) for rank in range(group.size)]
-    by_block: dict[tuple[str, Rectangle], dict[int, int]] = {}
-    for rank, blocks in enumerate(by_rank):
-        for block, checksum in blocks:
-            by_block.setdefault(block, {})[rank] = checksum
-    differ = {block: sums for block, sums in by_block.items() if len(set(sums.values())) > 1}
-    if differ:
-        (name, rectangle), sums = next(iter(differ.items()))
-        more = f" (and {len(differ) - 1} more blocks)" if len(differ) > 1 else ""
-        raise ReplicasDifferError(
-            f"{name}{rectangle} is not the same on the ranks that hold it{more}: {_differing_ranks(sums)}. A bit was "
-            "flipped, or a rank computed another value; continue from the last checkpoint (--resume). On several kinds "
-            "of processors, which round differently, switch the comparison off: --check-replicas-every 0"
-        )
-
-
-def _checksums_of_rank(kinds, rank: int, checksums: Iterator[int]) -> Iterator[tuple[tuple[str, Rectangle], int]]:
-    """The blocks of a rank with their checksums, in the order in which the rank sent them."""
-    for kind, placement, _ in kinds:
+    group, firsts = engine.group(), dict[int, tuple[np.ndarray, bytes]]()
+    arrays: list[tuple[str, Sequence[Rectangles], np.ndarray]] = []  # with ``ranks_with_the_same``
+    alike: dict[bytes, list[int]] = {}  # those that are divided in the same way
+    checksums = np.zeros(sum(len(placement) for _, placement, _ in kinds), np.uint32)
+    for kind, placement, blocks in kinds:
         for name, placed in placement.items():
-            if placed.held[rank]:
-                yield (f"{kind}{name}", placed.held[rank][0]), next(checksums)
+            if id(placed) not in firsts:  # equal layers share it
+                first = ranks_with_the_same(placed.held)
+                firsts[id(placed)] = first, first.tobytes()
+            first, key = firsts[id(placed)]
+            if placed.held[group.rank]:
+                checksums[len(arrays)] = _checksum(blocks[name])
+            alike.setdefault(key, []).append(len(arrays))
+            arrays.append((f"{kind}{name}", placed.held, first))
+    combined = np.array([crc32(checksums[numbers]) for numbers in alike.values()], np.uint32)
+    gathered = group.all_gather(combined, label="replicas").reshape(group.size, -1)
+    if not any(_differ(sums, arrays[i][2]).any() for sums, (i, *_) in zip(gathered.T, alike.values(), strict=True)):
+        return
+    gathered = group.all_gather(checksums, label="replicas").reshape(group.size, -1)
+    differ = sorted(
+        (int(rank), number)
+        for number, (_, _, first) in enumerate(arrays)
+        for rank in np.unique(first[_differ(gathered[:, number], first)])
+    )
+    lowest, number = differ[0]
+    name, held, first = arrays[number]
+    sums = {rank: int(gathered[rank, number]) for rank in np.flatnonzero(first == lowest).tolist()}
+    more = f" (and {len(differ) - 1} more blocks)" if len(differ) > 1 else ""
+    raise ReplicasDifferError(
+        f"{name}{held[lowest][0]} is not the same on the ranks that hold it{more}: {_differing_ranks(sums)}. A bit was "
+        "flipped, or a rank computed another value; continue from the last checkpoint (--resume). On several kinds "
+        "of processors, which round differently, switch the comparison off: --check-replicas-every 0"
+    )
+
+
+def _differ(sums: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Which ranks have another sum than the first rank with the same block; -1: they have none."""
+    return (first >= 0) & (sums != sums[first])
 
 
 def _differing_ranks(sums: Mapping[int, int]) -> str:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import count
+from itertools import chain, count
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -73,7 +73,7 @@ def fill(group: Group, arrays: Sequence[Wanted], folder: Path, headers: Headers,
         with PartReader(folder, headers) as reader:
             reads: list[PartOfBlock] = []
             staged: list[tuple[Wanted, np.ndarray]] = []  # arrays that cannot be read into, and temporary ones
-            for array, parts in _parts_of_rank(arrays, group.rank, node_ranks):
+            for array, parts in parts_of_rank(arrays, group.rank, node_ranks):
                 host = array.on_host()
                 reads += [
                     PartOfBlock(array.name, array.stored, block, part, checked, host[place])
@@ -132,13 +132,13 @@ class _BlockOfNode(NamedTuple):
     """A block of which ranks of this node need a part."""
 
     number: int  #: among the blocks of its array
-    ranks: list[int]  #: of this node, that need a part
+    ranks: list[int]  #: ranks of this node that need a part
     elements: int
     part: Rectangle | None  #: that this rank needs
-    place: tuple  #: of that part in this rank's shard
+    place: tuple  #: where that part is in this rank's shard
 
 
-def _parts_of_rank(
+def parts_of_rank(
     arrays: Sequence[Wanted], rank: int, node_ranks: Sequence[int]
 ) -> Iterator[tuple[Wanted, list[tuple[StoredBlock, Rectangle, bool, tuple]]]]:
     """The arrays of which a rank needs a part: blocks, its part of each, whether it checks the block, and the part's
@@ -158,23 +158,24 @@ def _parts_of_rank(
             shares[kind] = _shares(bounds, array.placed.held, rank, node_ranks)
         parts = []
         for number, ranks, elements, part, place in shares[kind]:
-            block = array.stored.blocks[number]
-            least, checker = min(ranks, key=loads.__getitem__), readers.get(block.file)
+            file = array.stored.file_of(number)
+            least, checker = min(ranks, key=loads.__getitem__), readers.get(file)
             if checker not in ranks or loads[checker] > loads[least] + UNEVEN:
-                checker = readers[block.file] = least
+                checker = readers[file] = least
             loads[checker] += elements * array.dtype.itemsize
             if part is not None:
-                parts.append((block, part, rank == checker, place))
+                parts.append((array.stored.blocks[number], part, rank == checker, place))
         if parts:
             yield array, parts
 
 
 def _shares(bounds: np.ndarray, held: Sequence[Rectangles], rank: int, node_ranks: Sequence[int]) -> list[_BlockOfNode]:
     """The blocks, ``bounds[blocks 2 dims]``, of which ranks of this node need a part."""
-    needs = np.zeros((len(bounds), len(node_ranks)), bool)
-    for number, node_rank in enumerate(node_ranks):
-        for rectangle in held[node_rank]:
-            needs[:, number] |= intersected(bounds, rectangle)
+    needs, wanted = np.zeros((len(bounds), len(node_ranks)), bool), [held[node_rank] for node_rank in node_ranks]
+    owners = [number for number, rectangles in enumerate(wanted) for _ in rectangles]
+    parts = np.array([*chain(*wanted)], np.int64).reshape(len(owners), *bounds.shape[1:])
+    for number, meets in zip(owners, intersected(bounds, parts).T, strict=True):
+        needs[:, number] |= meets
     shares = []
     for number in np.flatnonzero(needs.any(axis=1)).tolist():
         block, part, place = Rectangle(*map(tuple, bounds[number].tolist())), None, ()

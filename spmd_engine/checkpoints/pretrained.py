@@ -17,9 +17,8 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.errors import CheckpointError, UsageError, check_argument
 from spmd_engine.foreign import first_few
-from spmd_engine.layers.contract import check_argument
 from spmd_engine.models.load_config import load_config, located
 from spmd_engine.models.names import other_meaning
 

@@ -30,12 +30,11 @@ from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import MASTER, Optimizer
 from spmd_engine.engine.zero.parameter_store import check_shapes
-from spmd_engine.errors import CheckpointError
+from spmd_engine.errors import CheckpointError, check_argument
 from spmd_engine.foreign import parse_json, reading
 from spmd_engine.formats.safetensors_file import read_header, tensors_of
 from spmd_engine.formats.safetensors_header import dtype_of
 from spmd_engine.formats.tensor import PlainTensor
-from spmd_engine.layers.contract import check_argument
 from spmd_engine.sharding.rectangles import Rectangle, intersected
 
 logger = logging.getLogger(__name__)
@@ -263,9 +262,12 @@ def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
     if engine.residues is None:
         return
     assert checkpoint.manifest is not None
-    group, section = engine.group(), checkpoint.section(RESIDUES)
+    group, section = engine.group(), checkpoint.manifest.sections.get(RESIDUES, {})
     prefix = f"{group.rank:05d}/"
-    residues = {name.removeprefix(prefix): array[...] for name, array in section.items() if name.startswith(prefix)}
+    mine = {name: array for name, array in section.items() if name.startswith(prefix)}
+    residues = {
+        name.removeprefix(prefix): _sliceable(name, array, checkpoint.read_block)[...] for name, array in mine.items()
+    }
     saved_on, mesh = checkpoint.manifest.mesh, mesh_name(engine)
     taken = engine.take_residues(residues if saved_on == mesh else {})
     if section and group.rank == 0 and not (taken and saved_on == mesh):
@@ -286,7 +288,7 @@ def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarr
     def read(spans: tuple[slice, ...]) -> np.ndarray:
         wanted = Rectangle.of(spans)
         out = np.empty(wanted.shape, dtype)
-        for number in np.flatnonzero(intersected(array.bounds, wanted)).tolist():
+        for number in np.flatnonzero(intersected(array.bounds, np.array([wanted], np.int64))).tolist():
             block = array.blocks[number]
             shared = block.rectangle & wanted
             place = out[shared.within(wanted).index or ...]

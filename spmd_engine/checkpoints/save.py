@@ -32,8 +32,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.state.assignment import shares_text
-from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.layers.contract import check_argument
+from spmd_engine.errors import CheckpointError, UsageError, check_argument
 from spmd_engine.sharding.placement import ArrayPlacement, OneEach, Placement, exchange_placements, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle
 
@@ -105,6 +104,7 @@ class Save:
         background: bool = False,
     ) -> None:
         check_argument("save_checkpoint: engine", engine, ShardedEngine, "a ShardedEngine, after the folder")
+        check_argument("save_checkpoint: folder", folder, (str, os.PathLike), "that of a run")
         check_argument("save_checkpoint: step", step, SupportsIndex, "a number")
         self.step, self._keep, self._group = step, keep, engine.group()
         self._folder = CheckpointFolder(folder)

@@ -18,7 +18,16 @@ from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending
 from spmd_engine.foreign import first_few
-from spmd_engine.formats.text_documents import ALL, CHUNK, Columns, documents, find_files, format_name, parse_columns
+from spmd_engine.formats.text_documents import (
+    ALL,
+    CHUNK,
+    Columns,
+    documents,
+    documents_among,
+    find_files,
+    format_name,
+    parse_columns,
+)
 from spmd_engine.formats.token_file import TokenFile, is_token_file, open_token_file
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.runtime.launchers import launcher_rank
@@ -140,7 +149,10 @@ def _in_texts(path: str, model: str, count: int, columns: Columns | None) -> Ite
     """The first documents of each kind of file and row."""
     tokenizer: Tokenizer = ByteTokenizer() if model == BYTES else tokenizer_at(model)
     seen = Counter[tuple[str, str]]()
-    for file in find_files([path]):
+    files, others = documents_among(find_files([path]), columns, [str(Path(path))])
+    for name, what in others.items():
+        yield {"where": name, "kind": what, "left_out": what}
+    for file in files:
         ending = format_name(file[0])
         if seen[ending, "text"] >= count and ending == "text":
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -29,6 +30,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.schedules.orders import named
 from spmd_engine.errors import UsageError
 from spmd_engine.observability.collective import EXAMPLES, MOST, draw_collective, transports_on_mesh
+from spmd_engine.observability.run_record import RunRecord
 from spmd_engine.observability.shardings import (
     mean_loads,
     notes_on_holders,
@@ -113,7 +115,8 @@ def sharding(spec: str | None, shape: str | None, param: str | None, job: TrainC
 @click.option("--layer", metavar="NAME", help="One layer, such as block0/moe. [default: all together]")
 def experts(job: TrainConfig, run: str | None, steps: int, layer: str | None) -> None:
     """Print a line for each expert, with the part and the ranks that hold it, then one for each part. With --run, also
-    the mean load of its last steps: pairs of a token and a chosen expert, over the whole batch.
+    the mean load of its last steps: pairs of a token and a chosen expert, over the whole batch; the parts are those
+    of its last step, or with --mesh or --experts-over even ones.
 
     Outside the layers with experts, axis 'expert' splits the batch, as 'data' does.
 
@@ -125,16 +128,18 @@ def experts(job: TrainConfig, run: str | None, steps: int, layer: str | None) ->
     axes, over = job.composition.mesh, job.composition.experts_over
     composition = ParallelConfig(experts_over=over)
     loads: Mapping[str, Sequence[float]] = {}
+    placed: Mapping[str, tuple[int, ...]] = {}
     if run:
         run_job = read_run(run)
         named = "" if job.model.named_in else job.model.name
         job = job.changed(model=permitted(run_job.model, named, trust=False))
-        composition = composition if over or axes else run_job.composition
+        if not (over or axes):
+            composition, placed = run_job.composition, RunRecord.read(run_folder(run)).experts
         axes = axes or run_job.composition.mesh
         loads = mean_loads(run_folder(run), steps)
     model = job.model.build(composition)
     places = all_positions(dict(axes or {"data": 1}))
-    layout = composed_layout(model, places[0], composition)
+    layout = replace(composed_layout(model, places[0], composition), experts=placed)
     click.echo(f"{job.model.name}, mesh {places[0]}: inputs {layout.spec(model.inputs)}")
     click.echo(placement_text(model, places, layout, loads, layer))
 

@@ -26,7 +26,7 @@ from spmd_engine.engine.helpers import follow_orders
 from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import MappedArray, npz_names, read_npz
-from spmd_engine.models.user_code import code_named
+from spmd_engine.models.user_code import code_named, is_code
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.train_config import TrainConfig
@@ -62,7 +62,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # sizes of the small models of strategies/
 @click.option(
     "--finite-differences/--no-finite-differences",
     default=None,
-    help="First compare gradients on one device with finite differences of the loss. [default: for your own engines]",
+    help="First compare gradients on one device with finite differences of the loss. [default: for code of your own]",
 )
 @click.option(
     "--import", "imported", metavar="PATH", help="Compare the model of a folder or GGUF file with --reference."
@@ -204,7 +204,7 @@ def _verify_model(case: _Case) -> Report:
         micro_batches=job.data.micro_batches,
         seed=job.model.seed,
     )
-    return _compare(job.model.name, engine, reference, batches, case, own=False, exact=exact)
+    return _compare(job.model.name, engine, reference, batches, case, own=is_code(job.model.name), exact=exact)
 
 
 def _verify_user_engine(name: str, case: _Case) -> Report:

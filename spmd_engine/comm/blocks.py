@@ -78,9 +78,11 @@ def reducible(operation: str, x: Array, op: str) -> Array:
         x = x.astype(np.float64)
     empty = np.empty(0, x.dtype)
     try:
+        if x.dtype.kind in "SU":  # NumPy joins texts by add
+            raise TypeError
         reducer(op, x.dtype, np)(empty, [empty, empty])
     except TypeError:
-        raise UsageError(f"{operation}: there is no {op} of {x.dtype}") from None
+        raise UsageError(f"{operation}: there is no {op} of {x.dtype}; give numbers") from None
     return x
 
 

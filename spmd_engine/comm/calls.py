@@ -256,6 +256,8 @@ class Collective(PreparedCall, ABC):
 
     def check_out(self, x: Array, out: Any, ranks: int) -> None:
         shape, joins = x.shape if ranks == 1 else self.shape, bool(self.even)
+        if getattr(out, "flags", None) is None:
+            raise UsageError(f"{self.signature.operation}: out is a {type(out).__name__}; give an array")
         # The joined length may differ from the expected one; ``steps`` checks it when it is known.
         fits = (
             out.dtype == self.dtype and (out.shape == shape or (joins and ranks > 1)) and not self.signature.concat_axis

@@ -357,8 +357,8 @@ def _added(reduction: str) -> str:
 
 
 def _axis(group: Routing, operation: str, x: Array, axis: int) -> int:
-    if not -x.ndim <= axis < x.ndim:
-        raise UsageError(f"{operation} over {group.axes!r}: axis {axis} of an array of shape {x.shape}")
+    if not hasattr(axis, "__index__") or not -x.ndim <= axis < x.ndim:
+        raise UsageError(f"{operation} over {group.axes!r}: axis {axis!r} of an array of shape {x.shape}")
     return int(axis % x.ndim)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import prod
+from operator import index
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.nccl_ranks import KEY_BYTES, NcclPair
 from spmd_engine.comm.pending import TIMEOUT, Operation, Pending, Queued, Steps
 from spmd_engine.comm.shared_memory.slot_table import CALLED, RELEASED
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import MeshError, UsageError, described
 from spmd_engine.runtime.activity import Line
 
 Sizes = Sequence[int] | None  #: a length for each rank
@@ -181,6 +182,14 @@ class Group:
         if (table := self.connections.node_table) is not None:
             table.set_phase(number, RELEASED)
 
+    def close(self) -> None:
+        """Refuse all further calls: the communicator is freed."""
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise MeshError("the mesh of this group is closed, by its 'with' or close(); make calls before, or a mesh")
+
+        self._run = self._begin = self._begin_message = refuse
+
     # --- collectives
 
     def barrier(self, label: str = "") -> None:
@@ -214,6 +223,8 @@ class Group:
         """The root's array, the arguments, and the backend of the result."""
         backend = backend_of(x) if x is not None and type(x) is not np.ndarray else None
         on_device = backend is not None and self._routing.nccl_of(x) is not None
+        if not hasattr(root, "__index__"):
+            raise UsageError(f"broadcast over {self.axes!r}: root is {root!r}; give a number of the group")
         return x if self.rank == root else None, (int(root), on_device), backend
 
     def all_gather(self, x: Array, axis: int = 0, *, sizes: Sizes = None, out: Out = None, label: str = "") -> Array:
@@ -341,8 +352,8 @@ class Group:
 
     def _check_peer(self, operation: str, rank: int) -> None:
         """Raise UsageError unless ``rank`` is a rank of the group, which has others."""
-        if not hasattr(rank, "__index__"):
-            raise UsageError(f"{operation} over {self.axes!r}: rank is {rank!r}; give a number of the group")
+        if not hasattr(rank, "__index__") or getattr(rank, "ndim", 0):
+            raise UsageError(f"{operation} over {self.axes!r}: rank is {described(rank)}; give a number of the group")
         if not 0 <= rank < self.size:
             raise UsageError(f"{operation} over {self.axes!r}: rank {rank} is not one of {self.size} ranks")
         if self.size == 1:
@@ -456,5 +467,8 @@ def _no_array(operation: str, x: Any) -> UsageError:
 
 
 def _ints(sizes: Sizes) -> tuple[int, ...] | None:
-    """Sizes in the form of a signature."""
-    return None if sizes is None else tuple(map(int, sizes))
+    """Sizes in the form of a signature; raises UsageError unless they are whole numbers."""
+    try:
+        return None if sizes is None else tuple(map(index, sizes))
+    except TypeError:
+        raise UsageError(f"sizes {sizes!r}: give a list with a whole number for each rank") from None

@@ -197,6 +197,7 @@ class Mesh(Collectives, MeshPosition):
         self.options: dict[str, Any] = {"check": check, "timeout": timeout, "deterministic": deterministic}
         self._groups: dict[tuple, Group] = {}
         self._owned: list[Communicator] = []
+        self._closed = False
         self._validate()
         self.nodes = list(self.comm.hosts)
         #: ranks of the communicator by coordinates: an array with one dimension for each axis; -1 where a stage of
@@ -229,6 +230,8 @@ class Mesh(Collectives, MeshPosition):
                 f"among selects coordinates of axes {', '.join(among)}, but the group is over {', '.join(names)}"
             )
         if (names, places) not in self._groups:
+            if self._closed:
+                raise MeshError(f"mesh {self} is closed, by its 'with' or close(); make calls before, or another mesh")
             members = self._members(names, dict(places))
             if members == list(range(self.size)):
                 comm = self.comm
@@ -331,11 +334,14 @@ class Mesh(Collectives, MeshPosition):
         return describe(self, x, sharding)
 
     def close(self) -> None:
-        """Free the sub-communicators. The mesh must not be used afterwards."""
+        """Free the sub-communicators. Afterwards the mesh and its groups refuse all calls."""
+        for group in self._groups.values():
+            group.close()
         for comm in self._owned:
             comm.free()
         self._owned.clear()
         self._groups.clear()
+        self._closed = True
 
     def __enter__(self) -> Mesh:
         return self

@@ -127,6 +127,7 @@ class ShardedEngine(Collectives, EngineDefinition):
 
     def sharding(self, name: str) -> Spec:
         """The sharding of a parameter."""
+        contract.check_dict(self, "shardings")
         if name in self.shardings:
             return contract.read_sharding(self, f"shardings[{name!r}]", self.shardings[name])
         if name not in self.parameters:

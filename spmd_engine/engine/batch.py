@@ -12,8 +12,8 @@ from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.notation import Spec
-from spmd_engine.errors import UsageError
-from spmd_engine.layers.contract import check_argument, check_call, described
+from spmd_engine.errors import UsageError, check_argument, described
+from spmd_engine.layers.contract import check_call
 from spmd_engine.layers.layer import Documents
 
 if TYPE_CHECKING:
@@ -121,6 +121,11 @@ def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches
             raise UsageError(f"batch_of: {name} has {has}; give an array of numbers with a row for each sample")
     if len(inputs) != len(targets):
         raise UsageError(f"batch_of: inputs have {len(inputs)} rows, targets {len(targets)}; give one for each input")
+
+    if micro_batches > len(inputs):
+        raise UsageError(
+            f"batch_of: {len(inputs)} samples in {micro_batches} micro-batches: give at most as many parts"
+        )
 
     def load(samples: np.ndarray) -> tuple[Array, Array]:
         return inputs[samples], targets[samples]

@@ -18,8 +18,8 @@ from spmd_engine.arrays.precision import is_float, widened
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine.batch import Batch, MicroBatch
-from spmd_engine.errors import SpmdError, UsageError
-from spmd_engine.layers.contract import described, guard, is_array
+from spmd_engine.errors import SpmdError, UsageError, described, is_array
+from spmd_engine.layers.contract import guard
 
 if TYPE_CHECKING:
     from spmd_engine.engine.base import ShardedEngine
@@ -35,14 +35,17 @@ def guard_engine(kind: type) -> None:
     guard(kind, "backward", check_gradients)
 
 
+def check_dict(engine: ShardedEngine, attribute: str) -> None:
+    """Raise UsageError unless this attribute is a dict."""
+    if not isinstance(found := getattr(engine, attribute), Mapping):
+        raise UsageError(f"{type(engine).__name__}.{attribute} is {described(found)}; make it a dict by parameter name")
+
+
 def check_declared(engine: ShardedEngine, training: bool) -> None:
     """Raise UsageError for parameters and shardings that cannot be trained or served. Collective."""
     name = type(engine).__name__
-    if not isinstance(engine.parameters, Mapping) or not isinstance(engine.shardings, Mapping):
-        attribute = "shardings" if isinstance(engine.parameters, Mapping) else "parameters"
-        raise UsageError(
-            f"{name}.{attribute} is {described(getattr(engine, attribute))}; make it a dict by parameter name"
-        )
+    for attribute in ("parameters", "shardings"):
+        check_dict(engine, attribute)
     check_parameters(engine)
     for parameter, text in engine.shardings.items():
         spec = read_sharding(engine, f"shardings[{parameter!r}]", text)

@@ -25,8 +25,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import Assignment, ZeroConfig
 from spmd_engine.engine.zero.parameter_store import ParameterStore, StoredEngine
 from spmd_engine.engine.zero.reducer import Reducer
-from spmd_engine.errors import UsageError
-from spmd_engine.layers.contract import described
+from spmd_engine.errors import UsageError, described
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.losses import cross_entropy, mean_squared_error

@@ -29,9 +29,8 @@ from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, Inde
 from spmd_engine.engine.state.engine_state import Copies, EngineState, StateReshard, place
 from spmd_engine.engine.state.moving_state import MovingState, unpack
 from spmd_engine.engine.zero.parameter_store import StoredEngine, check_shapes
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, check_argument
 from spmd_engine.layers.attention.kv_cache import Cache
-from spmd_engine.layers.contract import check_argument
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.layout import Layout, block_of, in_order

@@ -84,7 +84,8 @@ class AdamW(Optimizer):
         self, betas: tuple[float, float] = (0.9, 0.95), epsilon: float = 1e-8, weight_decay: float = 0.1
     ) -> None:
         super().__init__()
-        _check_numbers("AdamW", epsilon=epsilon, weight_decay=weight_decay)
+        _check_numbers("AdamW", weight_decay=weight_decay)
+        _check_numbers("AdamW", above=True, epsilon=epsilon)
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise UsageError(f"AdamW: betas is {betas!r}; give two numbers, as in (0.9, 0.95)")
         _check_numbers("AdamW", below=1, **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
@@ -100,7 +101,8 @@ class SGD(Optimizer):
 
     def __init__(self, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__()
-        _check_numbers("SGD", momentum=momentum, weight_decay=weight_decay)
+        _check_numbers("SGD", weight_decay=weight_decay)
+        _check_numbers("SGD", below=1, momentum=momentum)
         self.momentum, self.weight_decay = momentum, weight_decay
         self.kinds = ("velocity",) if momentum else ()
 
@@ -134,12 +136,13 @@ class WarmupCosine:
         return self.peak * (self.floor + (1.0 - self.floor) * 0.5 * (1.0 + cos(pi * done)))
 
 
-def _check_numbers(what: str, *, below: float = inf, **values: Any) -> None:
+def _check_numbers(what: str, *, below: float = inf, above: bool = False, **values: Any) -> None:
     for name, value in values.items():
         if not hasattr(value, "__float__"):  # as a text
             raise UsageError(f"{what}: {name} is {value!r}; give a number")
-        if not 0 <= value < below:  # NaN neither
+        if not 0 <= value < below or (above and not value):  # NaN neither
             limit = "a finite number from 0 on" if below == inf else f"a number from 0 on, and below {below}"
+            limit = "a finite number above 0" if above else limit
             raise UsageError(f"{what}: {name} is {value}; give {limit}")
 
 

@@ -6,10 +6,12 @@ Each file is read, is counted as skipped with the reason, or is refused by name.
 from __future__ import annotations
 
 import csv
+import ctypes
 import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from io import StringIO
@@ -51,11 +53,20 @@ def _open_picture(source: Any) -> Any:
     # Its warnings come beside our error, or where only what is not read is damaged.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
-        return pillow.open(source, formats=PICTURES)
+        image = pillow.open(source, formats=PICTURES)
+        if image.format == "TIFF":
+            _silence_libtiff()
+        return image
     except pillow.UnidentifiedImageError:
         if isinstance(source, str):
             refuse_pointer(source)
         raise
+
+
+def _silence_libtiff() -> None:
+    """Let Pillow's library for TIFF print no line of its own beside our error."""
+    with suppress(OSError, AttributeError):  # a build of Pillow that has it otherwise
+        ctypes.CDLL(import_module("PIL._imaging").__file__).TIFFSetErrorHandler(None)
 
 
 def _dtype(image: Any) -> str:

@@ -72,7 +72,9 @@ class OpenRows:
         kind = ImageKind(height, width, channels, self.rows.pixels)
         pixels = np.empty((len(chosen), *self.shape[1:]), self.dtype)
         groups = np.searchsorted(self._starts, chosen, "right") - 1
-        for group in np.unique(groups).tolist():
+        for group in sorted(
+            np.unique(groups).tolist(), key=lambda group: group not in self._kept
+        ):  # first what is kept
             images, file = self._read(group), self.rows.files[group]
             first = self._starts[self.rows.files.index(file)]
             for at in np.flatnonzero(groups == group):
@@ -121,7 +123,8 @@ def _damaged(file: Path) -> AbstractContextManager:
 
 
 def _open_parquet(file: Path) -> Any:
-    return library("pyarrow.parquet", f"{file}: parquet files need pyarrow", "data").ParquetFile(file)
+    parquet = library("pyarrow.parquet", f"{file}: parquet files need pyarrow", "data")
+    return parquet.ParquetFile(file, page_checksum_verification=True)
 
 
 def _columns(opened: Any) -> list[str | None]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import MOST_BYTES, SURROGATE, bounded, parse_json, reading, reason
+from spmd_engine.foreign import MOST_BYTES, SURROGATE, bounded, distinct, parse_json, reading, reason
 from spmd_engine.importing import library
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,11 @@ Message = Mapping[str, Any]
 Rows = Iterator[tuple[int, Any]]  #: the place of each row, and its content
 Columns = Mapping[str, str]  #: the names of columns or keys, by what they hold: {"text": "article"}
 
-EMPTY, NO_ANSWER = "empty", "without an answer"  #: why a row is left out
+EMPTY, NO_ANSWER, NO_TEXT = (
+    "empty",
+    "without an answer",
+    "a number or a list instead of a text",
+)  #: why a row is left out
 
 
 class Document(NamedTuple):
@@ -44,7 +48,7 @@ class Document(NamedTuple):
 
     text: str = ""
     source: str = ""  #: the file that it is in
-    place: int | None = None  #: of its row there: a number, or the first byte; None: it is the whole file
+    place: int | None = None  #: its row, by a number or the first byte; None: it is the whole file
     prompt: str | None = None  #: precedes the text; its tokens are no targets
     messages: Sequence[Message] | None = None  #: a conversation, instead of text and prompt
     tools: Sequence[Any] | None = None  #: what the assistant of the conversation may call
@@ -63,6 +67,7 @@ class Document(NamedTuple):
         with _opened(self.file) as file:
             while chunk := file.read(CHUNK):
                 decoder.decode(chunk)  # only checked
+                _tell_zeros(chunk, self.file)
                 yield chunk
             decoder.decode(b"", final=True)
 
@@ -109,6 +114,51 @@ def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
                 if not size and (file.suffix.lower() in _UNPACK or format_name(file.name) == PARQUET):
                     raise UsageError(f"{file} is empty, and no {file.suffix} file: fetch it again, or leave it out")
     return files
+
+
+def documents_among(
+    files: Sequence[tuple[str, int]], columns: Columns | None = None, named: Sequence[str] = ()
+) -> tuple[list[tuple[str, int]], dict[str, str]]:
+    """The files of a folder that have documents, and what each of the others is, by its name.
+
+    Files of another kind, such as images, are left out; so are rows without documents where most files are texts, as
+    in a folder of source code. Files that the user has ``named`` are all read. Raises UsageError for the first file
+    that is to be left out if none remains, or if what it has are rows beside rows.
+    """
+    texts, others = 0, dict[str, tuple[str, UsageError]]()
+    for name in (name for name, size in files if size and name not in named):
+        try:
+            texts += _is_text(name, columns)
+        except _OtherKind as error:
+            others[name] = error.kind, error
+        except UsageError as error:
+            if not rows_of(name):
+                raise  # a text in another encoding, which can be converted
+            others[name] = "no documents in it", error
+    rows = [error for name, (_, error) in others.items() if rows_of(name)]
+    if len(rows) >= max(1, texts) or any(format_name(name) == PARQUET for name in others):
+        raise rows[0]
+    kept = [file for file in files if file[0] not in others]
+    if others and not any(size for _, size in kept):
+        raise next(iter(others.values()))[1]
+    return kept, {name: kind for name, (kind, _) in others.items()}
+
+
+def _is_text(name: str, columns: Columns | None) -> bool:
+    """Whether a file is one text; if not, it has rows. Raises UsageError if its beginning shows that it has no
+    documents."""
+    if rows := rows_of(name):
+        with _opened(name) as file:
+            for place, content in islice(rows(file, name, columns), 1):
+                document_of(name, columns, place, content)
+    elif Path(name.lower()).suffix not in _UNPACK:
+        with reading(f"{name} cannot be read"), open(name, "rb") as plain:
+            head = plain.read(_SAMPLE)
+        if not head.startswith(tuple(_MARKS)):
+            _check_kind(head, name)
+            if b"\0" in head and not _encoding_of(head):
+                raise _OtherKind(f"{name} is no text: it has bytes of zero", "with bytes of zero")
+    return rows is None
 
 
 def count_documents(files: Sequence[tuple[str, int]], begin: int, end: int) -> int:
@@ -222,7 +272,8 @@ def _whole_file(name: str, large: int) -> Document:
     if os.stat(name).st_size > large or Path(name.lower()).suffix in _UNPACK:
         return Document(file=name, source=name)
     with _opened(name) as file:
-        return Document(file.read().decode(), source=name)
+        _tell_zeros(content := file.read(), name)
+        return Document(content.decode(), source=name)
 
 
 @contextmanager
@@ -329,20 +380,44 @@ _USUAL = re.compile(
 _COMMON = re.compile(r"[\t\n\r -~\u3000-\u30ff\uff00-\uff65]")  #: those that every text has some of
 
 
-def _check_head(head: bytes, name: str) -> None:
-    """Raise UsageError if the beginning of a file shows that it is no text; log what its name does not say."""
+class _OtherKind(UsageError):
+    """A file is no text, whatever its encoding."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def _check_kind(head: bytes, name: str) -> None:
+    """Raise UsageError if the beginning of a file shows that it is no text."""
     for signature, (kind, remedy) in _SIGNATURES.items():
         if head.startswith(signature):
-            raise UsageError(f"{name} is no text: it is {kind}; {remedy}")
+            raise _OtherKind(f"{name} is no text: it is {kind}; {remedy}", kind)
     if len(head) - len(head.translate(None, _CONTROLS)) > _MOST_ODD * len(head):
         raise _refused(name, _encoding_of(head))
+
+
+def _check_head(head: bytes, name: str) -> None:
+    """``_check_kind``; log what its name does not say."""
+    _check_kind(head, name)
     if rows_of(name) is None and head.lstrip()[:1] == b"{":
         first, _, rest = head.partition(b"\n")
         try:
             if isinstance(json.loads(first), dict) and (not rest.strip() or rest.lstrip()[:1] == b"{"):
-                logger.warning("%s has JSON in its lines, and is read as plain text: .jsonl files are documents", name)
+                _notice(f"{name} has JSON in its lines, and is read as plain text: .jsonl files are documents")
         except (ValueError, RecursionError):
             pass
+
+
+@lru_cache(1024)
+def _notice(text: str) -> None:
+    """Log a notice once, however often the file is opened."""
+    logger.warning("%s", text)
+
+
+def _tell_zeros(content: str | bytes, name: str) -> None:
+    if ("\0" if isinstance(content, str) else b"\0") in content:
+        _notice(f"{name} has bytes of zero, which are read as they are: it may be damaged, or be no text")
 
 
 def _encoding_of(sample: bytes) -> str | None:
@@ -358,9 +433,8 @@ def _encoding_of(sample: bytes) -> str | None:
 def _refused(name: str, encoding: str | None) -> UsageError:
     if encoding:
         return UsageError(f"{name} is no text in UTF-8: it is in {encoding}; convert it: iconv -f {encoding} -t UTF-8")
-    return UsageError(
-        f"{name} is no text: much of it is no UTF-8. Convert it (iconv -f ENCODING -t UTF-8), or leave it out"
-    )
+    message = f"{name} is no text: much of it is no UTF-8. Convert it (iconv -f ENCODING -t UTF-8), or leave it out"
+    return _OtherKind(message, "much of it no UTF-8")
 
 
 def _no_utf8(name: str, error: UnicodeDecodeError) -> UsageError:
@@ -415,7 +489,7 @@ def _json_lines(
             continue
         text = block.decode()
         is_ascii, begin = len(text) == len(block), 0
-        may_be_odd = "\\u" in text and SURROGATE.search(text)  # a lone surrogate, which is no character
+        may_be_odd = _may_be_odd(text, columns, text.count("\n") + (text[-1] != "\n"))
         while begin < len(text):
             stop = text.find("\n", begin)
             stop = len(text) if stop < 0 else stop
@@ -433,31 +507,48 @@ def _json_lines(
 
 def _parsed(line: str, where: str) -> Any:
     try:
-        content = json.loads(line)
+        return _mended(json.loads(line, object_pairs_hook=distinct), line)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: this line cannot be read as JSON: {reason(error)}") from error
-    if SURROGATE.search(line):
-        pairs = json.dumps(content, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
-        content = json.loads(pairs.decode("utf-16-le", "replace"))
-    return content
+
+
+def _may_be_odd(text: str, columns: Columns | None, rows: int, begin: int = 0, end: int | None = None) -> bool:
+    """Whether so many rows in a part of a text may have half of a surrogate pair, which is no character, or twice a key
+    that is read."""
+    if text.find("\\", begin, end) >= 0 and SURROGATE.search(text, begin, ALL if end is None else end):
+        return True
+    with suppress(StopIteration, ValueError):
+        first, _ = _scan_once(text, text.find("{", begin))
+        known = set(columns.values()) if columns else _KNOWN
+        return any(text.count(f'"{name}":', begin, end) > rows for name in first if name in known)
+    return False
+
+
+def _mended(content: Any, text: str) -> Any:
+    """What a text in JSON has, with a sign for each half of a surrogate pair."""
+    if not SURROGATE.search(text):
+        return content
+    pairs = json.dumps(content, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+    return json.loads(pairs.decode("utf-16-le", "replace"))
 
 
 _SPACES, _COMMA = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n]*,[ \t\r\n]*")
-_decoder = json.JSONDecoder()
-_scan, _scan_once = _decoder.raw_decode, _decoder.scan_once  # type: ignore[attr-defined]
+_scan = json.JSONDecoder(object_pairs_hook=distinct).raw_decode
+_scan_once = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
     """The elements of an array, or objects one after the other. A single object without any of the usual keys, as a
     program's settings are, is a text."""
     decoder, held, at, ended, in_array, number = codecs.getincrementaldecoder("utf-8")(), "", 0, False, False, 0
-    began = closed = False
+    began = closed = is_odd = False
     while True:
         at = _SPACES.match(held, at).end()  # type: ignore[union-attr]
-        if number and not closed:
-            items, at = _items_in(held, at, in_array)
-            yield from zip(count(number + 1), items, strict=False)
-            number += len(items)
+        if number and not closed and not is_odd:
+            items, after = _items_in(held, at, in_array)
+            if not (is_odd := _may_be_odd(held, columns, len(items), at, after)):
+                yield from zip(count(number + 1), items, strict=False)
+                number, at = number + len(items), after
         if not began and held[at:]:
             began, in_array = True, held[at] == "["
             at += in_array
@@ -469,6 +560,7 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
             if closed and held[at:]:
                 raise UsageError(f"{name}: text after the end of its array")
             value, end = _scan(held, at)
+            value = _mended(value, held[at:end])
             end = _SPACES.match(held, end).end()  # type: ignore[union-attr]
             if in_array and held[end : end + 1] not in (",", "]"):
                 raise json.JSONDecodeError("Expecting ',' delimiter", held, end)
@@ -481,6 +573,7 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
                 raise UsageError(f"{where}: it cannot be read as JSON: {error.msg}") from None
             chunk = file.read(max(CHUNK, len(held) - at))
             held, at, ended = held[at:] + decoder.decode(chunk, final=not chunk), 0, not chunk
+            is_odd = False
             if len(held) > MOST_BYTES:
                 raise UsageError(f"{where}: it has more than {MOST_BYTES:,} bytes") from None
             continue
@@ -495,7 +588,7 @@ def _json_values(file: Any, name: str, columns: Columns | None) -> Rows:
 def _items_in(held: str, at: int, in_array: bool) -> tuple[list[Any], int]:
     """The values from ``at`` on, as far as what follows them shows that they are complete, and where the next begins.
 
-    Of an array, all up to the last place that looks like one between elements are parsed at once: if that place is
+    The elements of an array up to the last place that looks like one between them are parsed at once: if that place is
     inside of an element, the text up to it has open brackets or quotes, and its values are parsed one by one.
     """
     items: list[Any] = []
@@ -527,7 +620,7 @@ def _as_text(value: Any, text: str, name: str) -> Any:
         for key, rows in value.items():
             if isinstance(rows, list) and rows and (_fits(rows[0]) or (key in _LISTS and isinstance(rows[0], Mapping))):
                 raise UsageError(f"{name}: its documents are the list {key!r}; write that list alone to a file")
-    logger.warning("%s has no documents, and is read as plain text", name)
+    _notice(f"{name} has no documents, and is read as plain text")
     return {"text": text}
 
 
@@ -539,24 +632,29 @@ def _table(file: Any, name: str, columns: Columns | None) -> Rows:
     content = io.TextIOWrapper(file, "utf-8", newline="\n")
     lines = csv.reader(content, delimiter=separator, strict=True)
     names: list[str] = []
-    text: int | None = None
+    text, last = None, 0
     try:
         for row in lines:
+            last = lines.line_num
             if not row:
                 continue
             if not names:
                 names = [name.strip() for name in row]
+                twice = {name for name in names if name and names.count(name) > 1}
+                if known := twice & (set(columns.values()) if columns else _KNOWN):
+                    raise UsageError(f"{name}: its first line names {known.pop()!r} twice")
                 continue
             if len(row) != len(names):
                 where = _where(name, lines.line_num)
                 raise UsageError(f"{where}: {len(row)} columns, but the first line names {len(names)}")
+            _tell_zeros(row[text] if text is not None else "".join(row), name)
             if text is None:
                 yield lines.line_num, dict(zip(names, row, strict=True))
                 text = _only_text(names, columns)
             else:
                 yield lines.line_num, row[text]
     except csv.Error as error:
-        raise UsageError(f"{name}, line {lines.line_num}: {error}") from None
+        raise UsageError(f"{_where(name, last + 1)}: {error}; is a quote missing in this row?") from None
     finally:
         content.detach()
 
@@ -566,7 +664,9 @@ def _parquet(file: Any, name: str, columns: Columns | None) -> Rows:
     _pyarrow(f"{name}: a Parquet table")
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK)  # else it reads all of the file
+    table = parquet.ParquetFile(
+        file, pre_buffer=False, buffer_size=CHUNK, page_checksum_verification=True
+    )  # else it reads all of the file
     there = table.schema_arrow.names
     wanted = [column for column in there if column in (set(columns.values()) if columns else _KNOWN)]
     if not wanted and table.metadata.num_rows:
@@ -621,6 +721,7 @@ USUAL = {
     "tools": ("tools",),
 }
 _KNOWN = {name for names in USUAL.values() for name in names}
+_TEXTS = ("text", "completion", "output")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 
 
@@ -670,10 +771,12 @@ def _document(source: str, columns: Columns | None, place: int, content: Any) ->
     if not kinds:
         if not any(name in fields for name in ("text", "messages", "completion", "output")):
             raise UsageError(_no_document(content))
-        return Document("", source, place, left_out=EMPTY)
+        return Document("", source, place, left_out=NO_TEXT if any(map(fields.get, _TEXTS)) else EMPTY)
     kind = kinds[0]
     others = [*kinds[1:], *(["input"] if fields.get("input") and kind != "instruction" else [])]
     notice = f"{others[0]} beside {kind}, not read" if others else ""
+    if kind == "instruction" and not isinstance(fields.get("input") or "", str):
+        notice = "input that is no text, not read"
     if kind == "text":
         return Document(fields["text"], source, place, notice=notice)
     if kind == "messages" or isinstance(fields.get("prompt"), list):

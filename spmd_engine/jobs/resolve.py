@@ -3,6 +3,7 @@ description, before a mesh is opened. Rank 0 reads files, and all ranks get the 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from spmd_engine.configuration import settings_of
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import IMAGES
+from spmd_engine.runtime.supervisor import RESTARTS
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.training.run_folder import read_job, read_run, run_folder
 from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
@@ -70,7 +72,7 @@ def job_to_train(
             raise UsageError("--resume needs --run NAME, and takes its options from there, not from --config")
         job = read_run(run)
         job = job.changed(model=permit(job.model, values.get("model")))
-        return job.resumed(str(run_folder(run)), **values)
+        return job.resumed(str(run_folder(run)), **_values_after_restart(job, values))
     names_model, named_in = "model" in values, ""
     if plan:
         values, named_in = planned_values(plan, values, permit)
@@ -82,6 +84,20 @@ def job_to_train(
     return planned_here(job, values) if plans else job
 
 
+def _values_after_restart(job: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given options; if ``launch`` has restarted the job, which may have changed its shape since its command, with
+    the last composition of the run if that has as many ranks as the world. Collective over the world."""
+    with Mesh(world()) as mesh:
+        restarts = json_from_rank_zero(mesh.group(), lambda: os.environ.get(RESTARTS, "0"))
+        ranks = mesh.size
+    last = job.composition
+    if restarts == "0" or last.mesh is None or count_ranks(last.mesh) + len(last.ranks_outside) != ranks:
+        return dict(given)
+    settings = settings_of(TrainConfig)
+    others = {name: value for name, value in given.items() if "composition" not in settings[name].path}
+    return {**others, "mesh": last.mesh}
+
+
 # --- A composition that is planned: ``train --plan FILE`` and ``train --mesh auto``
 AUTO = "auto"  #: the value of --mesh for a planned mesh
 LORA = tuple(name for name, field in settings_of(TrainConfig).items() if field.is_option and "lora" in field.path)
@@ -89,7 +105,7 @@ LORA = tuple(name for name, field in settings_of(TrainConfig).items() if field.i
 DECIDED = (
     "mesh", "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute",
     "shares", "state_shares", "min_tensor_size", "rank_order", "offload", "assign", "micro_batches",
-    "batch_size", "optimizer", "precision", *LORA,
+    "batch_size", "length", "optimizer", "precision", *LORA,
 )  # fmt: skip
 
 
@@ -114,6 +130,7 @@ def planned_values(path: str, given: Mapping[str, Any], permit: Permit) -> tuple
         **plan.composition.as_json(),
         "micro_batches": plan.micro_batches,
         "batch_size": plan.batch_size,
+        "length": plan.length,
         "optimizer": plan.optimizer,
         "precision": plan.model.dtype,
     }
@@ -123,7 +140,7 @@ def planned_values(path: str, given: Mapping[str, Any], permit: Permit) -> tuple
         if name in given and given[name] != decided.get(name):
             flag = "--" + name.replace("_", "-")
             raise UsageError(
-                f"{flag} {given[name]} with --plan {path}, which has {decided.get(name)}: omit one of them"
+                f"{flag} {given[name]} with --plan {path}, which has {decided.get(name) or 'none'}: omit one of them"
             )
     values = {"model": model.name, **decided, **{n: v for n, v in given.items() if n not in DECIDED}}
     return values, model.named_in
@@ -154,7 +171,8 @@ def request_for(job: TrainConfig, model: Model, machine: Machine, ranks: Sequenc
     from spmd_engine.planning.plan_result import Request
 
     base, dtype = unplanned(job.composition), dtype_of(job.model.dtype)
-    return Request(model, machine, ranks, base=base, dtype=dtype, optimizer=job.training.optimizer, **options)
+    of_job = {"sequence": job.data.length, "optimizer": job.training.optimizer, "lora": job.model.lora}
+    return Request(model, machine, ranks, base=base, dtype=dtype, **of_job, **options)
 
 
 def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:

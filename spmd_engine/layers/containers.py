@@ -12,8 +12,8 @@ from spmd_engine.arrays.elementwise import add_to, kept_where, plus
 from spmd_engine.arrays.precision import scaled
 from spmd_engine.arrays.random import bernoulli, key_of
 from spmd_engine.comm.pending import UNDER_WAY, Deferred, then, wait_for
-from spmd_engine.errors import UsageError
-from spmd_engine.layers.contract import check_argument, check_declarations, check_sizes
+from spmd_engine.errors import UsageError, check_argument
+from spmd_engine.layers.contract import check_declarations, check_sizes
 from spmd_engine.layers.layer import Extra, Layer, Parameters
 from spmd_engine.layers.linear import Linear
 from spmd_engine.sharding.shards import Shards
@@ -72,6 +72,8 @@ class Chain(Layer):
     """
 
     def __init__(self, *layers: tuple[str, Layer]) -> None:
+        if not layers or not all(isinstance(x, tuple) and hasattr(x[-1], "backward_input") for x in layers):
+            raise UsageError('Chain: give pairs of a name and a layer, as in Chain(("first", one), ("second", other))')
         self.layers = layers
         for (before, left), (after, right) in zip(layers, layers[1:], strict=False):
             if left.outputs.dims != right.inputs.dims:

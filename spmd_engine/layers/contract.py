@@ -12,9 +12,10 @@ from inspect import isfunction, signature
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from spmd_engine.arrays.backend import CPU
 from spmd_engine.comm.notation import nested_span
 from spmd_engine.comm.pending import UNDER_WAY
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, described, is_array
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
 from spmd_engine.sharding.shards import Shards
 
@@ -30,11 +31,12 @@ def is_checked(kind: type) -> bool:
     return not kind.__module__.startswith(PACKAGE) and not getattr(kind, "costs_only", False)
 
 
-def guard(kind: type, method: str, check: Callable[..., None]) -> None:
+def guard(kind: type, method: str, check: Callable[..., None], keeps: int | None = None) -> None:
     """If a user's class defines this method, wrap it: ``check(self, returned, *args)`` checks what it returns.
 
     Only the method of the object's own class is checked, not those that it overrides and calls. A UsageError from the
-    method is prefixed with its name; a call with wrong arguments raises a UsageError.
+    method is prefixed with its name; a call with wrong arguments raises a UsageError. So does a call that changes its
+    argument number ``keeps`` in place, the first with an array of that shape.
     """
     wrapped = vars(kind).get(method)
     if not is_checked(kind) or not isfunction(wrapped):
@@ -42,6 +44,7 @@ def guard(kind: type, method: str, check: Callable[..., None]) -> None:
 
     @wraps(wrapped)
     def guarded(self: Any, *args: Any, **options: Any) -> Any:
+        before = _copy_at_first(self, method, args[0], args[keeps]) if keeps and len(args) > keeps else None
         try:
             returned = wrapped(self, *args, **options)
         except UsageError as error:
@@ -54,11 +57,26 @@ def guard(kind: type, method: str, check: Callable[..., None]) -> None:
                 raise UsageError(f"{name}: {error}; assign a dict first, as in self.parameters = {{}}") from error
             check_call(name_of_call(self, method, *args), wrapped, self, *args, like=_original(kind, method), **options)
             raise
+        if before is not None and keeps and before.tobytes() != args[keeps].tobytes():
+            changed = [*signature(wrapped).parameters][keeps + 1]
+            raise UsageError(
+                f"{name_of_call(self, method, *args)} changes its argument {changed} in place, which other layers use, "
+                "too: compute into a new array"
+            )
         if getattr(type(self), method) is guarded:
             check(self, returned, *args)
         return returned
 
     setattr(kind, method, guarded)
+
+
+def _copy_at_first(layer: Any, method: str, sh: Shards, x: Any) -> Any:
+    """A copy of ``x`` in the first call with such an array; else, and for arrays without values, None."""
+    key = id(layer), method, getattr(x, "shape", None), "before"
+    if not isinstance(x, CPU.xp.ndarray) or key in sh.checked:
+        return None
+    sh.checked.add(key)
+    return x.copy()
 
 
 def _original(kind: type, method: str) -> Callable | None:
@@ -91,8 +109,10 @@ def check_declarations(layer: Layer) -> None:
                 check_declarations(inner)
     kind = type(layer)
     known = getattr(layer, "sizes", {})  # parts of the package's layers have none
-    if not isinstance(known, Mapping) or not all(_is_size(size) for size in known.values()):
-        raise UsageError(f"{kind.__name__}.sizes is {known!r}: give each letter a whole number, as in {{'d': 24}}")
+    if not isinstance(known, Mapping) or not all(_is_size(size) and size for size in known.values()):
+        raise UsageError(
+            f"{kind.__name__}.sizes is {known!r}: give each letter a whole number from 1, as in {{'d': 24}}"
+        )
     if not is_checked(kind):
         return
     for field in ("inputs", "outputs"):
@@ -267,27 +287,3 @@ def _check_extra(
             _check_activation(
                 f"{name}: Extra({field}=...)", repr(key), value, Activation(entry.dims, "inside"), layer.sizes, sh
             )
-
-
-def is_array(x: Any) -> bool:
-    """Whether ``x`` is an array, and not a number of NumPy, which has a shape, too."""
-    return getattr(x, "shape", None) is not None and hasattr(x, "__setitem__")
-
-
-def check_argument(name: str, value: Any, kind: Any, give: str) -> None:
-    """Raise UsageError if an argument of this name is no instance of ``kind``; ``give``: what to pass instead."""
-    if not isinstance(value, kind):
-        raise UsageError(f"{name} is {described(value)}; give {give}")
-
-
-def described(returned: Any) -> str:
-    """The description of a value in messages."""
-    if returned is None:
-        return "None"
-    if isinstance(returned, (tuple, list)):
-        return f"a {type(returned).__name__} of {len(returned)}"
-    if is_array(returned):
-        return f"an array of shape {tuple(returned.shape)}"
-    if isinstance(returned, type):
-        return f"the class {returned.__name__}"
-    return f"a {type(returned).__name__}"

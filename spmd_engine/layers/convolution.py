@@ -11,8 +11,8 @@ from spmd_engine.arrays.elementwise import add_to
 from spmd_engine.arrays.images import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.pending import then, wait_for
-from spmd_engine.errors import UsageError
-from spmd_engine.layers.contract import check_argument, check_letters
+from spmd_engine.errors import UsageError, check_argument
+from spmd_engine.layers.contract import check_letters
 from spmd_engine.layers.declarations import Activation, Parameter
 from spmd_engine.layers.images import ImageWindows, Padding, Pair
 from spmd_engine.layers.layer import Layer

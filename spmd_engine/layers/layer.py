@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -14,7 +14,14 @@ from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.comm.pending import Deferred
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
-from spmd_engine.layers.contract import check_backward_input, check_backward_weight, check_forward, guard, is_checked
+from spmd_engine.layers.contract import (
+    check_backward_input,
+    check_backward_weight,
+    check_declarations,
+    check_forward,
+    guard,
+    is_checked,
+)
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
 from spmd_engine.sharding.shards import Shards
 
@@ -55,7 +62,16 @@ class Extra:
     decided: Any = None
 
 
-class Layer(ABC):
+class _Checked(ABCMeta):
+    """The class of layers: what a layer declares is checked when it has been made."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        layer = super().__call__(*args, **options)
+        check_declarations(layer)
+        return layer
+
+
+class Layer(metaclass=_Checked):
     """A layer, with the same code for one device and for any mesh.
 
     ``parameters``, ``buffers`` and ``side_outputs`` map names to their declarations, ``sizes`` letters to global
@@ -79,8 +95,8 @@ class Layer(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         guard(cls, "__init__", lambda layer, returned, *args, **options: None)
-        guard(cls, "forward", check_forward)
-        guard(cls, "backward_input", check_backward_input)
+        guard(cls, "forward", check_forward, keeps=2)
+        guard(cls, "backward_input", check_backward_input, keeps=3)
         guard(cls, "backward_weight", check_backward_weight)
 
     @property

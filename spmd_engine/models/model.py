@@ -11,8 +11,8 @@ from math import prod
 from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.errors import UsageError
-from spmd_engine.layers.contract import check_declarations, check_sizes, described
+from spmd_engine.errors import UsageError, described
+from spmd_engine.layers.contract import check_declarations, check_sizes
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.losses import check_classes, cross_entropy, mean_squared_error, right_classes

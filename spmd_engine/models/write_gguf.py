@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from math import isclose, prod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.formats.gguf import GGUF
 from spmd_engine.formats.tensor import FileTensor, Index
-from spmd_engine.layers.attention.attention_config import RotaryOptions
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.gguf import FREQUENCIES, config_of_gguf
+from spmd_engine.models.hf.write_config import check_same
 
 #: ``general.file_type`` by the dtype of most tensors.
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
@@ -125,32 +125,10 @@ def check_gguf(
     values: Mapping[str, Sequence[float]],
 ) -> None:
     """Raise UsageError unless the reader finds this decoder in a file with these facts and tensors."""
-    where = f"a GGUF file cannot represent this {shape.family}"
+    where = f"a GGUF file of a {shape.family}"
     tensors = {name: TensorToRead(name, "", shape, "F32", 0, values.get(name, ())) for name, shape in shapes.items()}
     try:
         read = config_of_gguf(GGUF(dict(facts), dict(tensors)), where)
     except CheckpointError as error:
         raise UsageError(f"{error}; export it as huggingface") from error
-    for difference in _differences("", _explicit(shape), _explicit(read), _head_width(shape)):
-        raise UsageError(f"{where}: its {difference}; export it as huggingface")
-
-
-def _differences(name: str, one: Any, other: Any, head_width: int) -> Iterator[str]:
-    """Yield a text for each field, also of records in fields, in which two records differ."""
-    if isinstance(one, RotaryOptions) and isinstance(other, RotaryOptions) and _rotate_alike(one, other, head_width):
-        return
-    if is_dataclass(one) and is_dataclass(other):
-        for field in fields(one):
-            values = getattr(one, field.name), getattr(other, field.name)
-            yield from _differences(f"{name}.{field.name}".removeprefix("."), *values, head_width)
-    elif one != other:
-        yield f"{name} is {one!r}, but would be read as {other!r}"
-
-
-def _rotate_alike(one: RotaryOptions, other: RotaryOptions, width: int) -> bool:
-    """Return whether two records describe the same rotation, to the precision of the file's 32 bits."""
-    if (one.part, one.pairs) != (other.part, other.pairs):
-        return False
-    pairs = round(one.part * width) // 2
-    numbers = zip([*one.frequencies(pairs), one.magnitude], [*other.frequencies(pairs), other.magnitude], strict=True)
-    return all(isclose(first, second, rel_tol=1e-6) for first, second in numbers)
+    check_same(shape, read, where, "; export it as huggingface")

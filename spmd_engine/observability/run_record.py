@@ -23,7 +23,7 @@ from spmd_engine.files import open_regular
 from spmd_engine.foreign import parse_json, read_bytes, reading
 from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.numbers_by_rank import expanded
-from spmd_engine.training.observers import DataPicture, EventLog, MetricsFile
+from spmd_engine.training.observers import PLACED, DataPicture, EventLog, MetricsFile
 from spmd_engine.training.run import CONFIG
 
 SERIES = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds")
@@ -93,6 +93,12 @@ class RunRecord:
             if event.get("event") in ("started", "joined") and isinstance(of_event, list):
                 nodes = [*(nodes if event["event"] == "joined" else []), *of_event]
         return nodes or [""]
+
+    @property
+    def experts(self) -> dict[str, tuple[int, ...]]:
+        """The part of each expert, by layer, in the last steps; layers whose parts are even may be missing."""
+        placed = next((entry for entry in reversed(self.events) if entry.get("event") in ("started", PLACED)), {})
+        return {layer: tuple(parts) for layer, parts in placed.get("parts", {}).items()}
 
     @property
     def _shape(self) -> Mapping[str, Any]:

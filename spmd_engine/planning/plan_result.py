@@ -13,12 +13,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from spmd_engine.arrays.precision import dtype_of
+from spmd_engine.arrays.precision import dtype_of, float_dtype
 from spmd_engine.axes import MeshPosition, axes_text, count_ranks
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.optimizers import OPTIMIZERS
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
 from spmd_engine.models import Model
@@ -32,7 +32,7 @@ from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.rank_order import PLACEMENTS
 from spmd_engine.planning.search.reasons import MORE, Conflict
 from spmd_engine.planning.search.search import GOALS, Limits, SearchResult
-from spmd_engine.planning.search.search_space import axes_that_shard
+from spmd_engine.planning.search.search_space import FIXABLE, axes_that_shard
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
 from spmd_engine.planning.simulator.step_picture import draw_step
 from spmd_engine.units import readable_bytes, readable_seconds
@@ -61,6 +61,7 @@ class Request:
     #: what a plan may do where nothing else fits, of FALLBACKS; None: nothing, which no conflict mentions either
     fallback: Collection[str] | None = FALLBACKS
     named: str = ""  #: the model, as ``train --model`` takes it; empty: by its name
+    lora: LoRAOptions | None = None  #: the adapters that the model has
 
     def __post_init__(self) -> None:
         names = ("goal", GOALS), ("placement", PLACEMENTS), ("optimizer", OPTIMIZERS)
@@ -70,10 +71,16 @@ class Request:
         for name in self.fallback or ():
             if name not in FALLBACKS:
                 raise UsageError(f"fallback {name!r}: choose {', '.join(FALLBACKS)}, or none alone")
+        for name in self.fixed.keys() - FIXABLE:
+            raise UsageError(f"fixed choice {name!r}: {one_of(name, FIXABLE)}")
+        self.base.changed(**{name: self.fixed[name] for name in ("zero", "recompute") if name in self.fixed})
+        dtype = str(float_dtype("plan", self.dtype))
         for node in self.machine.nodes:
-            self.machine.curve(node, str(dtype_of(self.dtype)))
+            self.machine.curve(node, dtype)
             self.base.storage.places.check(on_device=node.has_devices)
         model, context = self.model.name, self.model.context
+        if self.sequence is not None and self.sequence < 1:
+            raise UsageError(f"--length {self.sequence}: it must be from 1")
         if self.sequence is not None and 0 < context < self.sequence:
             raise UsageError(f"--length {self.sequence}: the context of {model} is {context}; give at most that")
         usable = axes_that_shard(self.model)
@@ -176,10 +183,11 @@ class PlanResult:
         if plan is not None and broken and "memory" not in broken:
             needs = limits.measured(plan)
             return " and ".join(f"{limits.shown(name, needs[name])} of {name}" for name in sorted(broken))
-        own = self.request.limits.memory_by_rank(nearest.machine) if nearest.machine.heterogeneous else []
-        size, rank = readable_bytes(nearest.analysis.peak_bytes), nearest.peak_rank
-        of_limit = f" of its {readable_bytes(own[rank])}" if own else ""
-        return f"{size}{of_limit} on rank {rank} at {nearest.peak_moment}"
+        if not nearest.machine.heterogeneous:
+            return f"{readable_bytes(nearest.analysis.peak_bytes)} on rank {nearest.peak_rank} at {nearest.peak_moment}"
+        own, peaks = self.request.limits.memory_by_rank(nearest.machine), nearest.analysis.peak_bytes_by_rank()
+        rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / own[rank])
+        return f"{readable_bytes(peaks[rank])} of its {readable_bytes(own[rank])} on rank {rank}"
 
     @property
     def ended(self) -> str:
@@ -220,11 +228,11 @@ class PlanResult:
         words.append(f"--batch-size {candidate.batch_size}")
         words += [f"--precision {self.precision}"] * (self.precision != "float32")
         words += [f"--micro-batches {candidate.micro_batches}"] * (candidate.micro_batches > 1)
-        for name, default in vars(ParallelConfig()).items():
-            value = getattr(composition, name)
-            if name != "mesh" and value != default:
-                words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
-        return " ".join(words)
+        words += [f"--optimizer {self.request.optimizer}"] * (self.request.optimizer != "adamw")
+        words += [f"--length {self.request.sequence}"] * (self.request.sequence is not None)
+        if (lora := self.request.lora) is not None:
+            words += [f"--lora-rank {lora.rank}", *_options_of(lora, "lora-", "rank")]
+        return " ".join([*words, *_options_of(composition, "", "mesh")])
 
     def _repr_html_(self) -> str:
         if self.conflict is not None:
@@ -272,8 +280,8 @@ class PlanResult:
             content |= {"late": True} if self.late else {}
         return content | (self.evaluation.as_json() if self.evaluation is not None else {})
 
-    def plan_file(self, model: str, lora: LoRAOptions | None = None) -> PlanFile:
-        """The plan file of this result, for the model of this name or path, with these adapters.
+    def plan_file(self, model: str) -> PlanFile:
+        """The plan file of this result, for the model of this name or path.
 
         Raises UsageError for a model that cannot be trained by name.
         """
@@ -283,9 +291,10 @@ class PlanResult:
         assert composition is not None and composition.mesh is not None
         return PlanFile(
             ranks=count_ranks(composition.mesh) + len(composition.ranks_outside),
-            model=ModelConfig(name=model, dtype=self.precision, lora=lora),
+            model=ModelConfig(name=model, dtype=self.precision, lora=request.lora),
             batch_size=self.batch_size,
             micro_batches=self.micro_batches,
+            length=request.sequence,
             composition=composition,
             optimizer=request.optimizer,
             machine=request.machine.name,
@@ -294,6 +303,16 @@ class PlanResult:
             bytes_sent=int(needs[1]),
             peak_bytes=int(needs[2]),
         )
+
+
+def _options_of(configuration: Configuration, prefix: str, without: str) -> list[str]:
+    """The values of a configuration that are not the defaults, but one, as options of a command line."""
+    default = type(configuration)()
+    return [
+        f"--{prefix}{name.replace('_', '-')}" + ("" if value is True else f" {quote(str(value))}")
+        for name, value in vars(configuration).items()
+        if name != without and value != getattr(default, name)
+    ]
 
 
 # --- Plan files: a composition and micro-batches for a model on a number of ranks, and the predicted step
@@ -311,6 +330,7 @@ class PlanFile(Configuration):
     model: ModelConfig = ModelConfig()
     batch_size: int = setting(16, least=1)  #: samples per step
     micro_batches: int = setting(1, least=1)
+    length: int | None = setting(None, least=1)  #: tokens of a sequence; None: the context of the model
     composition: ParallelConfig = ParallelConfig()
     optimizer: str = "adamw"
     machine: str = ""  #: the machine that the plan is for

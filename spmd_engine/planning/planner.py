@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from types import NoneType
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -14,9 +14,8 @@ from spmd_engine.axes import MeshPosition, checked_axes, count_ranks
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.build import composed_layout
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, check_argument
 from spmd_engine.importing import uncollected
-from spmd_engine.layers.contract import check_argument
 from spmd_engine.models import Model
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
@@ -78,6 +77,9 @@ def plan(
     check_argument("plan: model", model, (str, Model), "a Model, or its name")
     check_argument("plan: mesh", mesh, (Mapping, NoneType), 'axes with their sizes, as {"data": 2}')
     check_argument("plan: ranks", ranks, (int, Sequence, NoneType) if not isinstance(ranks, str) else int, "a number")
+    check_argument("plan: fixed", fixed, (Mapping, NoneType), 'choices by name, as {"zero": 3}')
+    check_argument("plan: base", base, ParallelConfig, "a ParallelConfig")
+    check_argument("plan: seconds", seconds, SupportsFloat, "a number")
     fixed = {**(fixed or {}), **({"mesh": checked_axes(mesh)} if mesh else {})}
     if ranks is None:
         if not mesh:
@@ -87,6 +89,8 @@ def plan(
     chosen = machine if isinstance(machine, Machine) else default_machine(machine)
     numbers, sizes = ([one] if isinstance(one, int) else one for one in (ranks, batch_size))
     for name, given in (("ranks", numbers), ("batch_size", sizes)):
+        if not all(hasattr(one, "__index__") for one in given):
+            raise UsageError(f"plan: {name} is {given!r}; give a whole number, or several in a list")
         if not given or min(given) < 1:
             raise UsageError(f"plan: {name} is {', '.join(map(str, given)) or 'empty'}; it must be from 1")
     limits = {"memory": memory, "latency": latency, "bandwidth": bandwidth, "compute": compute}

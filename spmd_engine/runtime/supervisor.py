@@ -31,7 +31,8 @@ class Supervisor:
     """Runs ``mpiexec -n RANKS`` of a command of this program (``train ...``) or of a script, and restarts it.
 
     Exit code 0, a signal (``SIGNALLED``) and a usage error (2) end the job. After any other exit it is restarted when
-    all its ranks are gone: 'train' with --resume, once there is a checkpoint; a script with the number of restarts in
+    all its ranks are gone: 'train' with --resume, once there is a checkpoint, and with the last composition of the run,
+    which may have changed since the command, if that is for as many ranks; a script with the number of restarts in
     SPMD_RESTARTS. There are at most ``max_restarts`` in a row without progress, which is a new checkpoint, or ten
     minutes of a script; the first after ``pause`` seconds, each next after twice as long, a minute at most. After two
     exits without progress, the job continues with one rank less, down to ``min_ranks``, on the default mesh.

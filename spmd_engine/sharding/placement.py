@@ -228,6 +228,16 @@ def ranks_of_blocks(placed: Sequence[Rectangles]) -> dict[Rectangle, list[int]]:
     return ranks
 
 
+def ranks_with_the_same(placed: Sequence[Rectangles]) -> np.ndarray:
+    """The first rank with the same rectangle, for each rank of those that have at most one; -1 if it has none, or an
+    empty one."""
+    if isinstance(placed, OneEach):
+        return placed.numbers
+    first: dict[Rectangle, int] = {}
+    blocks = [next(iter(held), None) for held in placed]
+    return np.array([first.setdefault(b, rank) if b and b.size else -1 for rank, b in enumerate(blocks)], np.int64)
+
+
 @lru_cache(maxsize=256)
 def _first_holders(shape: tuple[int, ...], held: Sequence[Rectangles]) -> tuple[Rectangles, ...]:
     """For each rank, the elements of which it is the first holder; equal layers share the result."""

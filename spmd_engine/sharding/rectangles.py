@@ -118,9 +118,13 @@ def intersections(
     return start, stop, (stop - start).prod(axis=-1)
 
 
-def intersected(bounds: np.ndarray, one: Rectangle) -> np.ndarray:
-    """Which of the rectangles with starts and stops ``bounds[rectangles 2 dims]`` share an element with ``one``."""
-    return (np.maximum(bounds[:, 0], one.start) < np.minimum(bounds[:, 1], one.stop)).all(axis=1)
+def intersected(ones: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Which rectangles share an element, bool[ones others]; each side has starts and stops, int[rectangles 2 dims]."""
+    shared = np.ones((len(ones), len(others)), bool)
+    for dim in range(ones.shape[2]):
+        (start, stop), (begin, end) = ones[:, :, dim].T, others[:, :, dim].T
+        shared &= np.maximum(start[:, None], begin) < np.minimum(stop[:, None], end)
+    return shared
 
 
 def covers_once(bounds: np.ndarray, shape: Sequence[int]) -> bool:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PLACED = "experts placed"  #: the event of experts that have moved between ranks
+
 
 class Observer:
     """Methods that a run calls on rank 0; a subclass overrides some. By default they do nothing.
@@ -185,6 +187,7 @@ class EventLog(Observer):
         from spmd_engine.runtime.environment import environment  # which imports much, on rank 0 alone
 
         self._run, mesh = run, run.engine.mesh
+        self._experts: Mapping[str, Sequence[int]] = {}
         where = {"mesh": str(mesh), "nodes": mesh.nodes, "environment": environment()}
         where |= {"products": in_use(), "memory": run.memory_limits}
         self._write("started", step=run.steps_done, stop=stop, **where)
@@ -205,6 +208,10 @@ class EventLog(Observer):
     def stepped(self, report: StepReport) -> None:
         if report.skipped:
             self._write("skipped", step=report.step, why=report.skipped)
+        layout = getattr(self._run.engine, "layout", None)
+        if layout and layout.experts != self._experts:  # moved by their load, or by a change of shape
+            self._experts = dict(layout.experts)
+            self._write(PLACED, step=report.step, parts=self._experts)
 
     def restored(self, report: StepReport) -> None:
         self.stepped(report)

@@ -24,8 +24,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.engine.helpers import follow_orders
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.layers.contract import check_argument
+from spmd_engine.errors import CheckpointError, UsageError, check_argument
 from spmd_engine.pictures import html_table
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook

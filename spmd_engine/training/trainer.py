@@ -25,8 +25,7 @@ from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.engine.contract import check_batch
 from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.errors import NotFiniteError, ReplicasDifferError, UsageError
-from spmd_engine.layers.contract import check_argument
+from spmd_engine.errors import NotFiniteError, ReplicasDifferError, UsageError, check_argument
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.loss_scale import LossScale

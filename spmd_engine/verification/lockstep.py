@@ -14,8 +14,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.errors import NotFiniteError, UsageError
-from spmd_engine.layers.contract import check_argument, described
+from spmd_engine.errors import NotFiniteError, UsageError, check_argument, described
 from spmd_engine.verification.comparison import ComparedTensor, LocalPart, Measured, examine, from_first, measure
 from spmd_engine.verification.diagnosis import INITIAL, PARAMETER
 from spmd_engine.verification.finite_differences import check_gradients

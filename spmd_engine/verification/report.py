@@ -159,6 +159,8 @@ class GradientCheck:
             return f"one device's gradients are those of finite differences, to {worst:.0e}"
         others = [slope.name for slope in self.wrong[1:]], [slope.name for slope in self.slopes if not slope.wrong]
         lines = [f"  {label}: {', '.join(names)}" for label, names in zip(("also wrong", "right"), others) if names]
+        if layer := self.wrong[-1].name.rpartition("/")[0]:  # layers before it get their gradients from it
+            lines.append(f"  {layer} is the last layer with a wrong one: look at its backward first")
         return "\n".join([str(self.wrong[0]), *lines, *(f"  {finding.text}" for finding in self.findings)])
 
 

@@ -22,9 +22,9 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = {path.stem.partition("-0000")[0]: path for path in sorted(GOLDEN.glob("gguf*/*.gguf"), reverse=True)}
 #: Golden files that cannot be written, and why.
 REFUSED = {
-    "llama_short": "its rotary.scaling is 'divided', but would be read as 'none'",
-    "phi3": "its rotary.scaling is 'divided', but would be read as 'none'",
-    "mistral3": "its rotary.magnitude is 1.0",
+    "llama_short": "rotary.scaling 'divided', which would be read as 'none'",
+    "phi3": "rotary.scaling 'divided', which would be read as 'none'",
+    "mistral3": "rotary.magnitude 1.0",
 }
 #: Metadata of golden files that says what llama.cpp assumes without it.
 OMITTED = {
@@ -42,7 +42,7 @@ def values(tensor):
 def test_a_file_of_llama_cpps_converter_is_written_again_as_it_was(name, tmp_path):
     pretrained, out = Pretrained(FILES[name]), tmp_path / "out.gguf"
     if name in REFUSED:
-        with pytest.raises(UsageError, match=f"a GGUF file cannot represent this .*: {REFUSED[name]}"):
+        with pytest.raises(UsageError, match=f"a GGUF file of a .* cannot represent {REFUSED[name]}"):
             export_gguf(pretrained, pretrained.shape, out)
         assert not list(tmp_path.iterdir())
         return
@@ -91,15 +91,25 @@ def test_several_ranks_write_the_file_of_one(tmp_path, caplog):
 def test_what_files_of_llama_cpp_do_not_have_is_refused(tmp_path):
     for family, said in {
         "gptj": "llama.cpp has no architecture for a gptj; export it as huggingface",
-        "qwen2_moe": "this qwen2-moe: its mixture.dense is '0', but would be read as ''",
-        "gemma2": "this gemma2: its attention_scale is 0.18257418583505536, but would be read as 0.5",
-        "smollm3": "this smollm3: smollm3.attention.sliding_window is 7, which is not supported",
+        "qwen2_moe": "a qwen2-moe cannot represent mixture.dense '0', which would be read as ''",
+        "gemma2": "a gemma2 cannot represent attention_scale 0.18257418583505536, which would be read as 0.5",
+        "smollm3": "a smollm3: smollm3.attention.sliding_window is 7, which is not supported",
     }.items():
         pretrained = Pretrained(GOLDEN / "decoders" / family)
         with pytest.raises(UsageError, match=said):
             export_gguf(pretrained, pretrained.shape, tmp_path / "out.gguf")
     with pytest.raises(UsageError, match="--format gguf: dtype float64 is not written; "):
         export_gguf(pretrained, pretrained.shape, tmp_path / "out.gguf", dtype="float64")
+
+
+def test_a_mixture_that_was_trained_with_losses_of_its_routers_is_exported(tmp_path):
+    pretrained = Pretrained(GOLDEN / "decoders" / "mixtral")
+    mixture = pretrained.shape.mixture
+    trained = pretrained.shape.changed(
+        mixture=mixture.changed(router=mixture.router.changed(balance_loss=0.01, capacity_factor=1.5))
+    )
+    export_gguf(pretrained, trained, tmp_path / "out.gguf")
+    assert Pretrained(tmp_path / "out.gguf").shape.mixture == mixture
 
 
 def test_numbers_beyond_float16_are_refused_by_name(tmp_path):

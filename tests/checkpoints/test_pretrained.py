@@ -263,7 +263,11 @@ def test_a_config_written_is_the_one_that_was_read(family):
         ("llama", {"bias": True, "output_bias": False}, "config.json of a llama cannot represent output_bias False"),
         ("llama", {"mixture": Mixture()}, "config.json of a llama cannot represent mixture"),
         ("mixtral", {"mixture": None}, "config.json of a mixtral cannot represent mixture None"),
-        ("llama", {"rotary": RotaryOptions(part=0.5)}, "config.json of a llama cannot represent rotary"),
+        (
+            "llama",
+            {"rotary": RotaryOptions(part=0.5)},
+            "partial_rotary_factor is 0.5, which is not supported in a llama",
+        ),
         ("llama", {"norm_position": "after"}, "config.json of a llama cannot represent norm_position 'after'"),
         ("llama", {"attention_cap": 2.0}, "config.json of a llama cannot represent attention_cap 2.0"),
         ("gpt_neox", {"parallel": "one-norm"}, "config.json of a gpt-neox cannot represent parallel 'one-norm'"),
@@ -280,6 +284,6 @@ def test_what_a_config_cannot_say_is_not_left_out(family, values, said):
 
 
 def test_a_head_s_width_that_follows_from_the_model_s_is_written():
-    shape = load_config(FOLDERS / "gemma3").changed(width=36, heads=4, key_value_heads=2, head_width=None)
-    config = config_json(shape.changed(attention_scale=None, embedding_scale=6.0))
-    assert (config["head_dim"], config["query_pre_attn_scalar"]) == (9, 9)
+    shape = load_config(FOLDERS / "gemma3").changed(width=40, heads=4, key_value_heads=2, head_width=None)
+    config = config_json(shape.changed(attention_scale=None, embedding_scale=40**0.5))
+    assert (config["head_dim"], config["query_pre_attn_scalar"]) == (10, 10)

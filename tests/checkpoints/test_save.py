@@ -11,9 +11,10 @@ from safetensors import safe_open
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint, save_checkpoint
+from spmd_engine.checkpoints.format import manifest
 from spmd_engine.checkpoints.format.manifest import Manifest, StoredArray, StoredBlock, stored_arrays
 from spmd_engine.checkpoints.format.write import HASHES, BlockToWrite, write_files
-from spmd_engine.checkpoints.load_in_place import PartOfBlock, PartReader
+from spmd_engine.checkpoints.load_in_place import PartOfBlock, PartReader, Wanted, parts_of_rank
 from spmd_engine.checkpoints.rewrite import problems
 from spmd_engine.checkpoints.save import assign_blocks
 from spmd_engine.engine import AdamW
@@ -142,12 +143,30 @@ def test_a_manifest_lists_the_rectangles_of_ranks_once_for_equal_arrays():
         text = Manifest(1, {"model": stored_arrays("model", arrays, files)}).text()
         sizes.append(len(text))
     assert sizes[1] < sizes[0] + 40 * 60
-    manifest = Manifest.parse(text, "here")
-    assert manifest.text() == text
-    block = manifest.sections["model"]["block3/w"].blocks[7]
+    parsed = Manifest.parse(text, "here")
+    assert parsed.text() == text
+    block = parsed.sections["model"]["block3/w"].blocks[7]
     expected = Rectangle((35, 0), (40, 8)), "model-00007.safetensors", 4096 + 7 + 3 * 5 * 8 * 4, 3
     assert (block.rectangle, block.file, block.offset, block.row) == expected
-    assert manifest.file_sizes()["model-00007.safetensors"] == 4096 + 7 + 40 * (5 * 8 * 4 + 32)
+    assert parsed.file_sizes()["model-00007.safetensors"] == 4096 + 7 + 40 * (5 * 8 * 4 + 32)
+
+
+def test_a_rank_makes_only_its_own_blocks_of_a_manifest(monkeypatch):
+    placed, ranks, made = of_rows(1024, 5), 1024, []
+    pieces = assign_blocks(Placement({"w": placed}), np.zeros(ranks, int))
+    files = {rank: (4096, f"{rank:064x}") for rank in range(ranks)}
+    stored = stored_arrays(
+        "model", {"w": (placed.shape, "F32", pieces["w"]), "v": (placed.shape, "F32", pieces["w"])}, files
+    )
+    monkeypatch.setattr(
+        manifest, "StoredBlock", lambda *fields, **more: made.append(fields) or StoredBlock(*fields, **more)
+    )
+    wanted = [Wanted(name, stored[name], placed, None) for name in stored]
+    found = {array.name: parts for array, parts in parts_of_rank(wanted, 7, range(4, 8))}
+    assert len(made) == 2
+    for (block, part, checked, place), *rest in found.values():
+        assert not rest and checked and block.rectangle == part == Rectangle((35, 0), (40, 8))
+        assert block.file == "model-00007.safetensors" and place == (..., slice(0, 5), slice(0, 8))
 
 
 def test_a_checkpoint_of_the_first_version_is_read():

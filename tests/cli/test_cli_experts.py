@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from spmd_engine.training import TrainConfig
 from support.command_line import QUIET, TEXT
 
 SMALL = ["--model", "gpt-moe-nano", "--experts", "3", "--batch-size", "2", *QUIET, *TEXT]
@@ -23,6 +24,13 @@ def test_a_run_tells_of_its_experts_and_is_shown(here, tmp_path):
     assert code == 0 and "inputs b/expert,data s" in output and "block3/moe: 3 experts over expert" in output
     loads = [row.split()[-2] for row in output.splitlines() if row[:1] in "012" and "%" in row][:3]
     assert [int(load) for load in loads] == told["block3/moe/load"]
+    config = TrainConfig.read("runs/few/config.json").with_options(mesh={"expert": 2, "data": 2})
+    config.write("runs/few/config.json")
+    with open("runs/few/events.jsonl", "a") as events:
+        events.write(json.dumps({"event": "experts placed", "step": 1, "parts": {"block3/moe": [1, 0, 1]}}) + "\n")
+    for mesh, parts in ((), ["1", "0", "1"]), (("--mesh", "expert=2,data=2"), ["0", "0", "1"]):
+        _, output, _ = here("show", "experts", "--run", "few", "--layer", "block3/moe", *mesh)
+        assert [row.split()[1] for row in output.split("\n\n")[2].splitlines() if row[0] in "012"] == parts, output
     code, _, errors = here("train", "--resume", "--run", "few", "--experts", "4", "--steps", "2")
     assert code == 2 and "was begun with experts 3: experts 4 cannot go on with it" in errors
 

@@ -68,6 +68,16 @@ class Matrix(ShardedEngine):
         return {"w": self.all_reduce(einsum("bi,bj->ij", x, dy), over="data")}
 
 
+class WrongSlope(MLP):
+    def backward_input(self, sh, p, saved, dy):
+        return super().backward_input(sh, p, saved, dy * dy)
+
+
+def wrong():
+    layers = (("embedding", Embedding(257, 8)), ("own", WrongSlope(8, 12)), ("head", Head(257, 8)))
+    return Model("wrong", layers, "b s", "b s v", "b s", token_loss(257), context=16, vocabulary=257)
+
+
 class ByValue(Matrix):
     def forward(self, x):
         if x.sum() > 0:
@@ -323,3 +333,9 @@ def test_the_class_of_the_readme_is_trained_and_continued_and_served(here):
         assert code == 0, error
     assert np.load("y.npy").shape == (2, 1)
     sys.modules.pop("readme_class")
+
+
+def test_verify_finds_a_gradient_of_own_code_that_is_wrong_on_every_mesh(here):
+    code, output, _ = here("verify", "--model", "own_code.py:wrong", "--batch-size", "2", "--length", "4")
+    assert code == 1 and "wrong on one device, too" in output
+    assert "own is the last layer with a wrong one: look at its backward first" in output

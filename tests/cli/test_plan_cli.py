@@ -1,6 +1,7 @@
 """``plan``: JSON for programs, what nothing fits, mistakes in one line."""
 
 import json
+import re
 
 import pytest
 
@@ -52,13 +53,15 @@ def test_adapters_are_planned_for_and_the_plan_is_run(here, tmp_path):
     assert here("train", "--model", "llama-nano", "--steps", "0", *data, "--run", "runs/base")[0] == 0
     assert here("checkpoint", "export", "runs/base", "./base", "--format", "huggingface")[0] == 0
     plan = ("plan", "--machine", "cpu", "--ranks", "1", "--batch-size", "2", "--mesh", "data=1", "--model", "./base")
+    plan += ("--length", "32", "--optimizer", "sgd")
     code, out, error = here(*plan, "--lora-rank", "2", "--json", "--output", "plan.json")
     assert code == 0, error
     assert json.loads(out)["peak_bytes"][0] < json.loads(here(*plan, "--json")[1])["peak_bytes"][0]
     assert PlanFile.read("plan.json").model.lora.rank == 2
     code, _, error = here("train", "--plan", "plan.json", "--steps", "1", *data, "--run", "runs/a")
     assert code == 0, error
-    assert TrainConfig.read("runs/a/config.json").model.lora.rank == 2
+    job = TrainConfig.read("runs/a/config.json")
+    assert (job.model.lora.rank, job.data.length, job.training.optimizer) == (2, 32, "sgd")
     code, _, error = here("train", "--plan", "plan.json", "--lora-rank", "4", "--steps", "1", *data)
     assert code == 2 and "--lora-rank 4 with --plan plan.json, which has 2" in error
 
@@ -81,6 +84,7 @@ def test_where_it_does_not_fit_the_reason_comes_last(capsys):
         (("--memory", "much"), "cannot read 'much' as bytes"),
         (("--latency", "0"), "--latency 0: it must be above 0"),
         (("--ranks", "0"), "--ranks 0"),
+        (("--axes", ","), "--axes ',': name axes, as in data,model"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(options, said, capsys):
@@ -136,3 +140,15 @@ def test_the_command_of_a_plan_names_code_as_it_was_given(capsys, tmp_path):
     command = ["plan", "--machine", "cpu", "--ranks", "1", "--model", f"{code}:model", "--batch-size", "4"]
     main([*command, "--seconds", "1", "--axes", "data", "--micro-batches", "1"])
     assert f"train --model {code}:model --mesh" in capsys.readouterr().out
+
+
+def test_a_machine_file_that_is_missing_is_named(capsys, monkeypatch):
+    monkeypatch.setenv("SPMD_MACHINE", "/nowhere.toml")
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--ranks", "2"])
+    assert "SPMD_MACHINE is /nowhere.toml, where no file is: run 'calibrate'" in capsys.readouterr().err
+
+
+def test_plans_for_the_least_communication_show_their_bytes(capsys):
+    main(["plan", "--model", "mlp", "--ranks", "2", "--machine", "cpu", "--goal", "communication", "--seconds", "1"])
+    assert re.search(r"^ plan +step +sent +memory", capsys.readouterr().out, re.MULTILINE)

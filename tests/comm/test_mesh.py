@@ -368,6 +368,19 @@ def open_and_close(meshes, **axes):
                 assert mesh.all_reduce(np.array(i), over=over) == i * mesh.axis_size(over)
 
 
+@pytest.mark.parametrize("over", ["data", None], ids=["subset", "all ranks"])
+def test_a_closed_mesh_refuses_calls(over):
+    def program():
+        with Mesh(data=2, model=2) as mesh:
+            group = mesh.group(over)
+            group.barrier()
+        for call in (lambda: mesh.barrier(over), group.barrier, group.start_barrier, lambda: group.receive(0)):
+            with pytest.raises(MeshError, match="is closed, by its 'with' or close"):
+                call()
+
+    run_threads(program, 4)
+
+
 @pytest.mark.mpi(ranks=2)
 def test_meshes_of_the_same_ranks_share_a_communicator():
     """So there may be any number of them, though MPI libraries refuse some two thousand communicators."""

@@ -11,7 +11,7 @@ from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.optimizers import WarmupCosine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Attention, LayerNorm, Residual
-from spmd_engine.losses import cross_entropy
+from spmd_engine.losses import cross_entropy, mean_squared_error
 from spmd_engine.models import two_layers
 from spmd_engine.training import Trainer
 from spmd_engine.training.run_folder import run_folder
@@ -470,7 +470,18 @@ OF_WRONG_TYPES = {
     "grad_clip is a str; give a number": lambda: losses(grad_clip="1"),
     r"Trainer.run\('3'\): give the number of steps": lambda: Trainer(own(), SGD(), None, None).run("3"),
     "SGD: momentum is '0.9'; give a number": lambda: SGD("0.9"),
-    "SGD: momentum is nan; give a finite number from 0 on": lambda: SGD(float("nan")),
+    "SGD: momentum is nan; give a number from 0 on, and below 1": lambda: SGD(float("nan")),
+    "SGD: momentum is 1.5; give a number from 0 on, and below 1": lambda: SGD(1.5),
+    "AdamW: epsilon is 0; give a finite number above 0": lambda: AdamW(epsilon=0),
+    "8 samples in 9 micro-batches: give at most as many parts": lambda: batch_of(X, Y, own(), 9),
+    "mean_squared_error: outputs is None; give an array": lambda: mean_squared_error(None, None),
+    "cross_entropy: targets is a list of 1; give an array": lambda: cross_entropy(X, [1]),
+    "mean_squared_error: outputs of int64, targets of int64; give floats": lambda: mean_squared_error(
+        *[np.arange(3)] * 2
+    ),
+    "save_checkpoint: folder is a int; give that of a run": lambda: save_checkpoint(3, own()),
+    "Linear.shardings is a list of 1; make it a dict": lambda: own(shardings=["w"]),
+    r"'a\\nb' is no name of a run; give one": lambda: run_folder("a\nb"),
     "WarmupCosine: peak is '1'; give a number": lambda: WarmupCosine("1", 10),
     "LayeredEngine: dtype is <class 'numpy.int32'>; there are: float32": lambda: LayeredEngine(
         two_layers(2, 3), dtype=np.int32

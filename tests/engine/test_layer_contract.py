@@ -17,8 +17,10 @@ from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers import (
     MLP,
     Activation,
+    Chain,
     Embedding,
     Extra,
+    GatedMLP,
     Head,
     Layer,
     LayerNorm,
@@ -569,8 +571,11 @@ def of_one(layer, inputs="b d", loss=mean_squared_error):
 REFUSED = {
     r"Linear: 5 is no letter with its size; write both, as in \(\"d\", 64\)": lambda: Linear(5, 3),
     r"Linear: \('d', '5'\) is no letter with its size": lambda: Linear(("d", "5"), ("f", 3)),
-    "MLP.sizes is {'d': 4.5, 'f': 8}: give each letter a whole number": lambda: of_one(MLP(4.5, 8)),
-    "Embedding.sizes is {'v': -3, 'd': 4}": lambda: of_one(Embedding(-3, 4)),
+    "MLP.sizes is {'d': 4.5, 'f': 8}: give each letter a whole number": lambda: MLP(4.5, 8),
+    "Embedding.sizes is {'v': -3, 'd': 4}": lambda: Embedding(-3, 4),
+    "LayerNorm.sizes is {'d': '4'}: give each letter a whole number from 1": lambda: LayerNorm("4"),
+    "GatedMLP.sizes is {'d': 4, 'f': 0}": lambda: GatedMLP(4, 0),
+    "Chain: give pairs of a name and a layer": Chain,
     "m: inputs is 'bd'; write letters with blanks between": lambda: of_one(Linear(("d", 5), ("f", 3)), "bd"),
     "m: inputs is \\['b', 'd'\\]; write letters": lambda: of_one(Linear(("d", 5), ("f", 3)), ["b", "d"]),
     "m: loss is None; give a function": lambda: of_one(Linear(("d", 5), ("f", 3)), loss=None),
@@ -584,3 +589,28 @@ REFUSED = {
 def test_a_model_of_wrong_types_is_refused_when_it_is_made(message):
     with pytest.raises(UsageError, match=message):
         REFUSED[message]()
+
+
+class InPlace(MLP):
+    """An MLP that scales its input, or its outputs' gradient, where other layers have it, too."""
+
+    def __init__(self, changed):
+        super().__init__(4, 8)
+        self.changed = changed
+
+    def forward(self, sh, p, x, ctx):
+        x *= 2 if self.changed == "x" else 1
+        return super().forward(sh, p, x, ctx)
+
+    def backward_input(self, sh, p, saved, dy):
+        dy *= 2 if self.changed == "dy" else 1
+        return super().backward_input(sh, p, saved, dy)
+
+
+@pytest.mark.parametrize(("changed", "method"), [("x", "forward"), ("dy", "backward_input")])
+def test_a_layer_that_changes_its_argument_in_place_is_named(changed, method):
+    layers, letters = (("a", Residual(LayerNorm(4), InPlace(changed))),), ["b s d"] * 3
+    model = Model("m", layers, *letters, mean_squared_error, context=3)
+    engine, x = LayeredEngine(model, mesh_of_one()), np.arange(24, dtype=np.float32).reshape(2, 3, 4) ** 2
+    with pytest.raises(UsageError, match=f"InPlace.{method} of a changes its argument {changed} in place"):
+        engine.step(batch_of(x, 0 * x, engine))

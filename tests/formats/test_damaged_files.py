@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import shutil
+import threading
 import zipfile
 from hashlib import sha256
 from io import BytesIO
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from spmd_engine import foreign
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.hf.weights import Pretrained, adapter_options
 from spmd_engine.errors import UsageError
@@ -265,3 +268,15 @@ def test_a_field_of_another_kind_is_named(name, value, tmp_path):
 def test_what_has_no_end_is_refused():
     with pytest.raises(UsageError, match="/dev/zero cannot be read as JSON: it has more than"):
         TrainConfig.read("/dev/zero")
+
+
+def test_a_pipe_that_nothing_is_written_to_is_no_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr(foreign, "PATIENCE", 0.05)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe cannot be read as JSON: it is a pipe to which no program has written"):
+        foreign.json_at(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=["[3]"])
+    monkeypatch.setattr(foreign, "PATIENCE", 20.0)
+    writer.start()
+    assert foreign.json_at(pipe) == [3]
+    writer.join()

@@ -1,12 +1,14 @@
 """Images in files: each is read as people see it, counted as skipped with the reason, or refused by name."""
 
+from io import BytesIO
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import images_in_folder, images_in_table
-from spmd_engine.formats.image_files import pictures_at
+from spmd_engine.formats.image_files import ImageKind, pictures_at, read_picture
 from support.labelled_images import LABELS, PIXELS, write_folder
 
 # --- folders with a subfolder for each class
@@ -206,6 +208,17 @@ def test_of_an_animation_the_first_frame_is_read_and_it_is_said(tmp_path):
     assert (files[:] == 10).all() and len(files) == 3
     names = ", ".join(str(folder / name) for name in ("a.gif", "b.png", "c.tif"))
     assert notes == [f"3 with several frames, of which the first is read ({names})"]
+
+
+def test_the_library_for_tiff_prints_no_line_of_its_own(tmp_path, capfd):
+    content = BytesIO()
+    Image.new("L", (25, 24)).save(content, "TIFF", compression="tiff_lzw")
+    damaged = bytearray(content.getvalue())
+    damaged[8:60] = bytes(52)
+    (tmp_path / "a.tif").write_bytes(damaged)
+    with pytest.raises(UsageError, match=r"a\.tif is damaged or cannot be read"):
+        read_picture(str(tmp_path / "a.tif"), "a.tif", ImageKind(24, 25, 1, "uint8"))
+    assert capfd.readouterr().err == ""
 
 
 def test_a_pointer_of_git_lfs_is_no_image(tmp_path):

@@ -12,6 +12,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import (
     count_documents,
     documents,
+    documents_among,
     find_files,
     format_name,
     parse_columns,
@@ -195,6 +196,11 @@ CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
         ),
         ({"text": ""}, {"left_out": "empty"}),
         ({"text": None}, {"left_out": "empty"}),
+        ({"text": 5}, {"left_out": "a number or a list instead of a text"}),
+        (
+            {"instruction": "a", "input": 5, "output": "b"},
+            {"prompt": "a", "text": "b", "is_instruction": True, "notice": "input that is no text, not read"},
+        ),
         ({"messages": CHAT[:1]}, {"messages": CHAT[:1], "left_out": "without an answer"}),
         ({"prompt": "a", "completion": ""}, {"prompt": "a", "left_out": "without an answer"}),
     ],
@@ -225,7 +231,11 @@ def test_a_row_is_a_document_by_the_usual_names(tmp_path, row, expected):
         ("x.json", '{"version": 1, "data": [{"text": "a"}]}', "its documents are the list 'data'"),
         ("x.json", '{"data": [{"title": "a"}]}', "its documents are the list 'data'"),
         ("x.csv", "text,id\na,b,c\n", "line 2: 3 columns, but the first line names 2"),
-        ("x.csv", 'text,id\n"a,b\n', "line 2: unexpected end of data"),
+        ("x.csv", 'text,id\n"a,b\nc,d\n', "line 2: unexpected end of data; is a quote missing in this row"),
+        ("x.csv", 'text,id\na,b\n"c,d\n"e",f\n', "line 3: ',' expected after '\"'; is a quote missing in this row"),
+        ("x.csv", "text,id,text\na,b,c\n", "its first line names 'text' twice"),
+        ("x.jsonl", '{"text": "a"}\n{"text": "a", "text": "b"}\n', "at byte 14: .*: 'text' occurs twice"),
+        ("x.json", '[{"text": "a"}, {"text": "a", "id": 1, "text": "b"}, {"text": "c"}]', "'text' occurs twice"),
         ("x.csv", "title,id\na,b\n", "it has title, id: name what to read"),
         ("x.json", "[" * 5000, "it is nested too deep"),
     ],
@@ -234,6 +244,15 @@ def test_what_is_no_document_is_one_line(tmp_path, name, content, message):
     with pytest.raises(UsageError, match=message) as said:
         read(write(tmp_path, name, content))
     assert "\n" not in str(said.value) and name in str(said.value)
+
+
+@pytest.mark.parametrize("large", [1 << 60, 4])
+@pytest.mark.parametrize("name", ["x.txt", "x.csv"])
+def test_bytes_of_zero_are_said(tmp_path, caplog, name, large):
+    path = write(tmp_path, name, "text,id\na,1\na text " + 20 * "\0" + 200 * "c" + ",2\n")
+    (*_, found) = read(path, large=large)
+    assert b"text " + bytes(20) in b"".join(found.chunks())
+    assert caplog.text.count(f"{name} has bytes of zero, which are read as they are") == 1
 
 
 def test_settings_in_json_are_a_text(tmp_path, caplog):
@@ -275,6 +294,73 @@ def test_elements_with_text_like_a_border_of_elements_are_whole(tmp_path, monkey
 def test_a_line_has_exactly_one_row(tmp_path, content, message):
     with pytest.raises(UsageError, match=message):
         read(write(tmp_path, "x.jsonl", content))
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
+def test_half_of_a_surrogate_pair_is_a_sign(tmp_path, name):
+    rows = [{"text": text} for text in ("a", "b\ud800c", "\U0001f642", "\udc00", "d")]
+    content = json.dumps(rows) if name == "x.json" else "".join(json.dumps(row) + "\n" for row in rows)
+    assert texts_of(write(tmp_path, name, content)) == ["a", "b\ufffdc", "\U0001f642", "\ufffd", "d"]
+
+
+@needs_pyarrow
+def test_a_damaged_page_of_a_table_with_checksums_is_refused(tmp_path):
+    from pyarrow import parquet, table
+
+    path = tmp_path / "x.parquet"
+    text = "a text without any other like it"
+    parquet.write_table(
+        table({"text": [text]}), path, compression="none", write_page_checksum=True, write_statistics=False
+    )
+    assert texts_of(path) == [text]
+    path.write_bytes(path.read_bytes().replace(b"any other", b"any ather"))
+    with pytest.raises(UsageError, match=r"x\.parquet cannot be read"):
+        read(path)
+
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+
+
+def among(folder, named=()):
+    kept, others = documents_among(find_files([str(folder)]), None, [str(folder / name) for name in named])
+    relative = len(str(folder)) + 1
+    return [name[relative:] for name, _ in kept], {name[relative:]: kind for name, kind in others.items()}
+
+
+def test_in_a_folder_of_source_code_other_files_are_left_out_by_name(tmp_path):
+    for name in ("a.py", "b.py", "README.md", "empty.txt"):
+        write(tmp_path, name, "" if name == "empty.txt" else "some text\n")
+    (tmp_path / "docs").mkdir()
+    write(tmp_path, "docs/logo.png", PNG)
+    write(tmp_path, "table.csv", "a,b\n1,2\n")
+    write(tmp_path, "weights.bin", b"some words of a header \0\1\xff" * 30)
+    write(tmp_path, "settings.json", '{"name": "x"} // a comment')
+    write(tmp_path, "more.jsonl", '{"text": "a"}\n')
+    kept, others = among(tmp_path)
+    assert kept == ["README.md", "a.py", "b.py", "empty.txt", "more.jsonl"]
+    assert others == {
+        "docs/logo.png": "a PNG image",
+        "settings.json": "no documents in it",
+        "table.csv": "no documents in it",
+        "weights.bin": "with bytes of zero",
+    }
+    assert "table.csv" in among(tmp_path, ["table.csv"])[0]  # what is named is read, or is an error there
+    write(tmp_path, "c.py", "f\u00fcr".encode("utf-16-le") * 20)
+    with pytest.raises(UsageError, match="c.py is no text in UTF-8: it is in UTF-16LE"):
+        among(tmp_path)
+
+
+def test_a_folder_of_rows_is_not_filtered(tmp_path):
+    write(tmp_path, "a.jsonl", '{"text": "a"}\n')
+    write(tmp_path, "b.jsonl", '{"article": "a"}\n')
+    write(tmp_path, "README.md", "some text")
+    with pytest.raises(UsageError, match=r"b\.jsonl, at byte 0: a document is .*it has article: name what to read"):
+        among(tmp_path)
+    for name in ("a.jsonl", "b.jsonl", "README.md"):
+        (tmp_path / name).unlink()
+    write(tmp_path, "a.png", PNG)
+    with pytest.raises(UsageError, match=r"a\.png is no text: it is a PNG image"):
+        among(tmp_path)
 
 
 def test_the_first_row_names_the_keys_that_are_not_read(tmp_path):

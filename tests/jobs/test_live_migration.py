@@ -20,6 +20,7 @@ from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.engine import layered
 from spmd_engine.engine.state.engine_state import StateReshard
 from spmd_engine.errors import CheckpointError, CommunicationTimeout, UsageError
+from spmd_engine.observability.run_record import RunRecord
 from support import saved
 from support.on_ranks import numbers_of_ranks, on_ranks
 from support.random_jobs import RandomJob, losses_in
@@ -208,6 +209,8 @@ def test_no_bit_changes_and_steps_go_on(tmp_path, name):
     # One portion after each step: the steps between the plan and the change were made during the copy.
     assert (plan["step"], change["step"], change["steps"]) == (3, 3 + PORTIONS, PORTIONS)
     assert losses_in(tmp_path / "live").keys() == set(range(1, 9))
+    placed = {layer: tuple(parts) for layer, parts in case.request.get("experts", {}).items()}
+    assert RunRecord.read(tmp_path / "live").experts == placed
     assert set(case.moves) <= set(plan["what"]), plan["what"]
     # Each element is copied once; of the portions copied before, 0 to all but one, gradients follow; then nothing.
     assert sum(bytes_sent(ledger, "migration: copy") for ledger in ledgers) == plan["bytes"] > 0

@@ -14,8 +14,10 @@ from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.cli import main
 from spmd_engine.cli.launch import newest_checkpoint
 from spmd_engine.errors import UsageError
+from spmd_engine.jobs.resolve import job_to_train
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec
-from spmd_engine.runtime.supervisor import Supervisor
+from spmd_engine.runtime.supervisor import RESTARTS, Supervisor
+from spmd_engine.training import TrainConfig
 from support import saved
 
 pytestmark = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
@@ -35,6 +37,23 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "data").write_text("something to learn from, again and again\n" * 300)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     return tmp_path
+
+
+@pytest.mark.parametrize("restarts, mesh, zero", [("0", {"data": 2}, 1), ("1", {"model": 2}, None)])
+def test_a_restarted_job_has_the_last_composition_of_its_run(restarts, mesh, zero, here, monkeypatch):
+    """It may have changed since the command: by migrate, by the policy, or by a plan."""
+    (here / "runs/r").mkdir(parents=True)
+    TrainConfig.of(mesh={"model": 2}).write(here / "runs/r/config.json")
+    monkeypatch.setenv(RESTARTS, restarts)
+    command = {"mesh": {"data": 2}, "zero": 1, "steps": 9}
+
+    def resumed():
+        return job_to_train(command, permit=lambda model, named: model, run="r", resume=True)
+
+    for job in run_threads(resumed, 2):
+        assert (job.composition.mesh, job.composition.zero, job.training.steps) == (mesh, zero, 9)
+    (job,) = run_threads(resumed, 1)  # of two ranks, one is left
+    assert job.composition.mesh == {"data": 2}
 
 
 KILLER = '''

@@ -13,9 +13,10 @@ import pytest
 from spmd_engine.observability.run_page import POINTS, _smoothed, page_of
 from spmd_engine.observability.run_record import RunRecord
 from spmd_engine.runtime.environment import environment
+from spmd_engine.training.numbers_by_rank import condensed
 from spmd_engine.training.observers import EventLog, Observer
 from spmd_engine.training.run import Run
-from spmd_engine.units import clock_time
+from spmd_engine.units import clock_time, readable_bytes
 from support.command_line import QUIET, TEXT, metrics
 
 
@@ -191,6 +192,14 @@ def test_a_folder_that_is_no_run_is_one_line(here, tmp_path):
     assert code == 2 and "config.json cannot be read" in error and len(error.splitlines()) == 1
     code, _, error = here("report", str(tmp_path), "-o", "page.pdf")
     assert code == 2 and ".html" in error
+
+
+def test_the_memory_of_many_ranks_is_that_of_those_that_stand_out(tmp_path):
+    resident = [3 << 20] * 99 + [5 << 20]
+    predicted = {"peak_bytes_by_rank": condensed([1 << 20] * 100), "resident_bytes_by_rank": condensed(resident)}
+    run = RunRecord.read(folder_of(tmp_path / "many", [{"step": 1, "loss": 1.0, "predicted": predicted}]))
+    cells = Page(page_of([run])).texts["td"]
+    assert cells.count(readable_bytes(4 << 20)) == 1 and 1 < cells.count(readable_bytes(3 << 20)) < 12
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,14 @@ def test_divisions_for_unequal_stages_are_optimal(slowdowns):
     assert slowest(best_division(work, count, slowdowns=slowdowns)) == pytest.approx(min(map(slowest, every)))
 
 
+def test_memory_of_unequal_ranks_is_shown_as_shares_of_their_own():
+    fixed = {"mesh": {"data": 2}, "zero": 0, "micro_batches": 1}
+    result = fixed_plan(request_for(machine((8e10, 40 * MIB), (8e10, 4 * MIB)), fixed=fixed))
+    limit = "memory at most 100% of each rank's (4.00 MiB to 40.00 MiB) and mesh data=2 cannot be kept together"
+    assert limit in result.why_not and re.search(r"it needs [\d.]+ MiB of its 4.00 MiB on rank 1$", result.why_not)
+    assert result.limits.shown("memory", 33 * MIB) == "150%"  # of the mean, in which searches count
+
+
 def test_shares_of_state_follow_the_memory_that_the_rest_of_a_step_leaves():
     candidate = Candidate((("data", 2),), batch_size=2, micro_batches=1, zero=1)
     before = {"optimizer state": 40, "gradients": 20}  # zero 1 shards only the first

@@ -12,6 +12,7 @@ from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPT_SIZES, GPTSize, gpt
+from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import build_model
 from spmd_engine.observability.run_prediction import steps_of
 from spmd_engine.planning import analyze, plan
@@ -152,7 +153,7 @@ def test_a_search_that_ran_out_of_time_does_not_report_that_nothing_fits(least):
         ({"sequence": 129}, "--length 129: the context of small is 128; give at most that"),
         ({"seconds": -1.0}, "--seconds -1: it must be at least 0"),
         ({"fixed": {"chunks": 1, "schedule": "interleaved"}}, "--chunks 1: it must be at least 2, with interleaved"),
-        ({"dtype": np.int8}, "machine a100 has no speed for int8"),
+        ({"dtype": np.int8}, "plan: dtype is .*int8.*; there are: float32"),
     ],
     ids=["axes", "sequence", "seconds", "chunks", "dtype"],
 )
@@ -195,6 +196,14 @@ def test_a_plan_keeps_the_options_that_it_does_not_search_and_its_command_has_th
     assert (composition.context_method, composition.compress) == ("ulysses", "bfloat16")
     words = "--context-method ulysses", "--compress bfloat16", "--group-cap 1048576"
     assert all(word in result.command for word in words), result.command
+
+
+def test_the_command_of_a_plan_has_the_optimizer_the_length_and_the_adapters():
+    fixed = {"micro_batches": 1, "zero": 0, "recompute": "none"}
+    lora = LoRAOptions(rank=4, targets="c_attn,c_proj")
+    request = Request(SMALL, read_machine("a100"), [1], [8], fixed=fixed, sequence=8, optimizer="sgd", lora=lora)
+    command = find_plan(request).command
+    assert command.endswith(" --optimizer sgd --length 8 --lora-rank 4 --lora-targets c_attn,c_proj"), command
 
 
 def test_a_plan_that_just_fits_is_found(least):
@@ -308,6 +317,17 @@ def test_the_closest_plan_of_a_search_without_time_exceeds_its_limit_least():
     assert all(limits.excess(nearest) < limits.excess(search.plan(each)) for each in others)
 
 
+@pytest.mark.parametrize("limits", [{"compute": 1e-5}, {"bandwidth": 1.0}], ids=str)
+def test_the_relaxation_of_a_limit_is_the_smallest_of_all_plans(limits):
+    machine, limits = read_machine("cpu").with_ranks(2), Limits(**limits)
+    request = Request(build_model("mlp"), machine, [2], [16], limits=limits, fallback=None)
+    (name,) = limits.names
+    _, way = PlanSearch(request).run().conflict.relaxations[name]
+    every = PlanSearch(request)
+    plans = [every.simulated(plan) for c in candidates(every.space) if (plan := every.estimate(c)) is not None]
+    assert limits.excess(way) <= min(map(limits.excess, plans)) * 1.05  # it is the smallest by estimates
+
+
 def test_an_alternative_is_compared_by_what_is_known_of_both_plans():
     plain, other = Candidate((("data", 2),), 8, 1), Candidate((("model", 2),), 8, 1)
     closed = Estimate(plain, seconds=2.0, memory=10, sent=4.0, parts={"work": 1.0})
@@ -326,6 +346,14 @@ def test_an_alternative_is_compared_by_what_is_known_of_both_plans():
         ({"ranks": 2, "batch_size": []}, "plan: batch_size is empty; it must be from 1"),
         ({"mesh": "data=2"}, "plan: mesh is a str; give axes with their sizes"),
         ({"model": 3, "ranks": 2}, "plan: model is a int; give a Model, or its name"),
+        ({"ranks": 2, "batch_size": "x"}, "plan: batch_size is 'x'; give a whole number"),
+        ({"ranks": 2, "fixed": ["zero"]}, "plan: fixed is a list of 1; give choices by name"),
+        ({"ranks": 2, "fixed": {"zeroo": 3}}, "fixed choice 'zeroo': did you mean 'zero'"),
+        ({"ranks": 2, "fixed": {"zero": 7}}, "zero is 7: it must be from 0 to 3"),
+        ({"ranks": 2, "base": {}}, "plan: base is a dict; give a ParallelConfig"),
+        ({"ranks": 2, "seconds": "x"}, "plan: seconds is a str; give a number"),
+        ({"ranks": 2, "dtype": "int7"}, "plan: dtype is 'int7'; there are: float32"),
+        ({"ranks": 2, "sequence": -5}, "--length -5: it must be from 1"),
     ],
 )
 def test_an_argument_of_a_wrong_type_is_refused(options, message):

@@ -5,11 +5,11 @@ from math import prod
 import numpy as np
 import pytest
 
-from spmd_engine import run_threads
+from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding import Spec
-from spmd_engine.sharding.placement import ArrayPlacement, Placement, exchange_placements
+from spmd_engine.sharding.placement import ArrayPlacement, Placement, exchange_placements, exchange_shapes
 from spmd_engine.sharding.rectangles import Rectangle, covers_once
 from support.nodes import everyone
 
@@ -121,6 +121,22 @@ def test_an_exchange_finds_what_each_rank_holds_and_which_owns_it(seed):
             assert list(found.held) == [found.held[rank] for rank in range(4)]
             covered = [[part for part in owned if part.size] for owned in found.owned]
             assert texts(covered) == texts([[part for part in owned if part.size] for owned in expected.owned])
+
+
+@pytest.mark.parametrize(("rows", "calls"), [([3, 3, 3, 3], 1), ([4, 3, 3, 0], 2), ([4, 3, 3, None], 2)], ids=str)
+def test_shapes_that_are_equal_on_all_ranks_are_not_sent(rows, calls):
+    def program():
+        with Mesh(data=2, model=2) as mesh:
+            group, shape = mesh.group(), (rows[mesh.rank] or 0, 5)
+            blocks = {"w": (Spec.parse("r/data,model c"), shape), "v": (Spec.parse("r c"), shape)}
+            if rows[mesh.rank] is None:
+                del blocks["w"]
+            before = group.ledger.total().calls
+            return exchange_shapes(group, mesh, blocks), group.ledger.total().calls - before
+
+    for mine, (shapes, made) in zip(rows, run_threads(program, 4), strict=True):
+        whole = {} if None in rows else {"w": (sum(rows), 5)}
+        assert shapes == whole | {"v": (mine or 0, 5)} and made == calls
 
 
 def test_ranks_send_numbers_of_their_own_rectangles_and_names_once():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run_threads
-from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.batch import make_batch
 from spmd_engine.strategies import (
     STRATEGIES,
     AttentionHeads,
@@ -90,7 +90,8 @@ def train(name, axes, optimizer, micro_batches, *, steps=2, dtype=np.float64, of
 
         def batch(step):
             inputs, targets = (samples_of(each) for each in of(strategy, step, dtype))
-            return batch_of(inputs, targets, engine, micro_batches, step)
+            load = lambda samples: (inputs[samples], targets[samples])
+            return make_batch(load, len(inputs), micro_batches, engine, step=step, count=targets.size)
 
         trainer = Trainer(engine, optimizer(), batch, lambda step: rate, grad_clip=0.5)
         losses = [report.loss for report in trainer.run(steps)]

@@ -6,6 +6,7 @@ import io
 import json
 import lzma
 import os
+import re
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import is_token_file
 from spmd_engine.tokens.tokenizer import END_OF_FILE, ByteTokenizer
 from spmd_engine.training.data.corpus import Corpus, load_corpus
-from spmd_engine.training.data.prepare import prepare
+from spmd_engine.training.data.prepare import prepare, prepare_with_summary
 from support import tiny
 
 CONTEXT = 8
@@ -140,16 +141,30 @@ NO_TEXT = {
 
 @pytest.mark.parametrize("kind", NO_TEXT)
 def test_what_is_no_text_is_refused_by_its_content(tmp_path, kind):
-    """Whatever it is called, alone and among texts, by those who learn from it as by those who encode it."""
-    (tmp_path / "some").mkdir()
-    (tmp_path / "some" / "a.txt").write_text("some text")
-    (tmp_path / "some" / "b.txt").write_bytes(packed(kind))
-    for path in (tmp_path / "some" / "b.txt", tmp_path / "some"):
-        with pytest.raises(UsageError, match=f"b.txt is no text: {NO_TEXT[kind]}") as said:
-            load(path)
-        assert "\n" not in str(said.value).partition("\nraised on rank")[0]
-        with Mesh() as mesh, pytest.raises(UsageError, match=f"b.txt is no text: {NO_TEXT[kind]}"):
-            prepare(mesh.group(), [str(path)], ByteTokenizer(), tmp_path / "x.tokens")
+    """Whatever it is called, by those who learn from it as by those who encode it."""
+    (tmp_path / "b.txt").write_bytes(packed(kind))
+    with pytest.raises(UsageError, match=f"b.txt is no text: {NO_TEXT[kind]}") as said:
+        load(tmp_path / "b.txt")
+    assert "\n" not in str(said.value).partition("\nraised on rank")[0]
+    with Mesh() as mesh, pytest.raises(UsageError, match=f"b.txt is no text: {NO_TEXT[kind]}"):
+        prepare(mesh.group(), [str(tmp_path / "b.txt")], ByteTokenizer(), tmp_path / "x.tokens")
+
+
+@pytest.mark.parametrize("kind", NO_TEXT)
+def test_what_is_no_text_is_left_out_of_a_folder_by_its_name(tmp_path, kind):
+    (folder := tmp_path / "some").mkdir()
+    (folder / "a.txt").write_text("some text\n" * 100)
+    (folder / "b.txt").write_bytes(packed(kind))
+    with Mesh() as mesh:
+        if kind in ("cyrillic", "weights behind text"):  # a text that can be converted, or a beginning that is one
+            with pytest.raises(UsageError, match=f"b.txt is no text: {NO_TEXT[kind]}"):
+                load(folder)
+            return
+        (corpus,) = load(folder)
+        assert re.search(r"from 1 files; 1 left out: .+ \(b\.txt\)$", str(corpus))
+        file, summary = prepare_with_summary(mesh.group(), [str(folder)], ByteTokenizer(), tmp_path / "x.tokens")
+    assert file.facts.files == 1
+    assert str(summary[1]).startswith(f"{folder}/b.txt: left out: ")
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv", ".json.gz"])

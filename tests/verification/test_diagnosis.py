@@ -1,8 +1,12 @@
 """Causes of a disagreement, found in blocks made by hand."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
+from spmd_engine import Mesh
 from spmd_engine.verification import Cause
+from spmd_engine.verification.comparison import ComparedTensor, LocalPart, examine, measure
 from spmd_engine.verification.diagnosis import ComparedBlock, diagnose
 
 
@@ -62,3 +66,14 @@ def test_zeros_and_replicas_that_differ():
         (Cause.REPLICAS_DIFFER, ("data",)),
         (Cause.REPLICAS_DIFFER, ("model",)),
     ]
+
+
+def test_only_tensors_of_whole_steps_are_sums_over_micro_batches():
+    found = LocalPart(2 * RIGHT, (slice(None),))
+    with Mesh(data=1) as mesh:
+        engine = SimpleNamespace(mesh=mesh, group=mesh.group)
+        for micro_batch, cause in ((None, Cause.REPEATED_SUM), (1, Cause.FACTOR)):
+            tensor = ComparedTensor("gradient", lambda: RIGHT, lambda shape: found, micro_batch=micro_batch)
+            (measured,) = measure(mesh.group(), [tensor])
+            disagreement = examine(engine, measured, 1e-9, step=0, micro_batches=2)
+            assert [finding.cause for finding in disagreement.findings] == [cause]

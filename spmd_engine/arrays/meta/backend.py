@@ -73,7 +73,7 @@ class Shapes(Backend):
     functions = FUNCTIONS  #: NumPy's that accept meta arrays
 
     def __init__(self) -> None:
-        self.kernels = FastFunctions(_Loops()) if loops_are_there() else None
+        self.kernels = FastFunctions(_Loops(), self.xp.empty) if loops_are_there() else None
 
     @cached_property
     def image_kernels(self) -> FastImages | None:  # type: ignore[override]

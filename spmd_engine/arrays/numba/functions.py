@@ -59,8 +59,9 @@ def compiled_loops(module: str) -> Any:
 class FastFunctions:
     """Each function has the name, signature and result of its NumPy version, which is documented."""
 
-    def __init__(self, loops) -> None:
-        self._loops = loops
+    def __init__(self, loops, empty: Callable[..., Any] = np.empty) -> None:
+        """``empty`` makes results, of a shape and a dtype."""
+        self._loops, self._empty = loops, empty
 
     def takes(self, x: np.ndarray, name: str = "") -> bool:
         """Float32, the dtype of fast training, and bfloat16 for the functions that round their results; NumPy computes
@@ -73,7 +74,7 @@ class FastFunctions:
     def round_to_bfloat16(self, x, out=None):
         """``x`` as bfloat16, in contiguous ``out`` if given."""
         x = contiguous(x)
-        y = np.empty_like(x, bfloat16) if out is None else out
+        y = self._empty(x.shape, _BFLOAT16) if out is None else out
         self._loops.round_to_bfloat16(x, y.view(np.int16))
         return y
 
@@ -91,7 +92,7 @@ class FastFunctions:
     def kept_where(self, x, flags):
         """x · flags, in the dtype of ``x``."""
         x = contiguous(x)
-        y = np.empty_like(x)
+        y = self._empty(x.shape, x.dtype)
         self._loop("kept_where", x)(x, np.ascontiguousarray(np.broadcast_to(flags, x.shape)), y)
         return y
 
@@ -105,21 +106,21 @@ class FastFunctions:
 
     def _activation(self, name, z, slope_dtype):
         z = contiguous(z)
-        y = np.empty_like(z)
+        y = self._empty(z.shape, z.dtype)
         if slope_dtype is None:
             self._loop(f"{name}_value", z)(z, y)
             return y, None
-        slope = np.empty_like(z, slope_dtype)
+        slope = self._empty(z.shape, slope_dtype)
         self._loop(name, z)(z, y, slope)
         return y, slope
 
     def silu_gate(self, z, u, want_slopes=True):
         z, u = contiguous(z), _spread(u, z.shape, z.dtype)
-        h = np.empty_like(z)
+        h = self._empty(z.shape, z.dtype)
         if not want_slopes:
             self._loop("silu_gate_value", z)(z, u, h)
             return h, None
-        slopes = np.empty_like(z), np.empty_like(z)
+        slopes = self._empty(z.shape, z.dtype), self._empty(z.shape, z.dtype)
         self._loop("silu_gate", z)(z, u, h, *slopes)
         return h, slopes
 
@@ -128,27 +129,39 @@ class FastFunctions:
     def rotate(self, x, rotation, neighbours, *, back=False):
         cosine, sine = rotation
         x, shape = contiguous(x), (*x.shape[:2], cosine.shape[-1])
-        cosine, sine, y = _spread(cosine, shape), _spread(-sine if back else sine, shape), np.empty_like(x)
+        cosine, sine, y = _spread(cosine, shape), _spread(-sine if back else sine, shape), self._empty(x.shape, x.dtype)
         self._loop("rotate_neighbours" if neighbours else "rotate_halves", x)(x, cosine, sine, y)
         return y
 
     # Norms
 
+    def _norm(self, name, x, epsilon, *parameters):
+        x = contiguous(x)
+        results = self._empty(x.shape, x.dtype), self._empty(x.shape, x.dtype), self._empty(x.shape[:-1], _FLOAT32)
+        self._loop(name, x)(x, *[_spread(parameter, x.shape[-1:]) for parameter in parameters], epsilon, *results)
+        return results
+
+    def _norm_backward(self, name, dy, normal, inverse, scale):
+        dy = contiguous(dy)
+        dx, rows = self._empty(dy.shape, dy.dtype), _spread(inverse, dy.shape[:-1])
+        self._loop(name, dy)(dy, _spread(normal, dy.shape, dy.dtype), rows, _spread(scale, dy.shape[-1:]), dx)
+        return dx
+
     def layer_norm(self, x, scale, shift, epsilon):
-        return _norm(self._loop("layer_norm", x), x, epsilon, scale, shift)
+        return self._norm("layer_norm", x, epsilon, scale, shift)
 
     def layer_norm_backward(self, dy, normal, inverse, scale):
-        return _norm_backward(self._loop("layer_norm_backward", dy), dy, normal, inverse, scale)
+        return self._norm_backward("layer_norm_backward", dy, normal, inverse, scale)
 
     def layer_norm_backward_parameters(self, dy, normal):
         sums = _sums_over_rows(self._loop("layer_norm_backward_parameters", dy), 2, dy, normal)
         return sums[0], sums[1]
 
     def rms_norm(self, x, scale, epsilon):
-        return _norm(self._loop("rms_norm", x), x, epsilon, scale)
+        return self._norm("rms_norm", x, epsilon, scale)
 
     def rms_norm_backward(self, dy, normal, inverse, scale):
-        return _norm_backward(self._loop("rms_norm_backward", dy), dy, normal, inverse, scale)
+        return self._norm_backward("rms_norm_backward", dy, normal, inverse, scale)
 
     def rms_norm_backward_scale(self, dy, normal):
         return _sums_over_rows(self._loop("rms_norm_backward_scale", dy), 1, dy, normal)[0]
@@ -184,35 +197,35 @@ class FastFunctions:
     # Softmax over the keys of a block's scores[... t s], contiguous float32 (``attention``)
 
     def softmax_over_keys(self, scores, scale, dtype):
-        p, shape = np.empty_like(scores, dtype), (*scores.shape[:-2], scores.shape[-1])
-        top, sums = np.empty_like(scores, shape=shape), np.empty_like(scores, shape=shape)
+        p, shape = self._empty(scores.shape, dtype), (*scores.shape[:-2], scores.shape[-1])
+        top, sums = self._empty(shape, scores.dtype), self._empty(shape, scores.dtype)
         self._loop("softmax_over_keys", p)(scores, scale, p, top, sums)
         return p, top, sums
 
     def products_of_rows(self, x, y):
         x, y = contiguous(x), contiguous(y)
-        sums = np.empty_like(x, np.float32, shape=x.shape[:-1])
+        sums = self._empty(x.shape[:-1], _FLOAT32)
         self._loop("products_of_rows", x)(x, y, sums)
         return sums
 
     def exponentiate_keys(self, scores, scale, shift, dtype):
-        p = np.empty_like(scores, dtype)
+        p = self._empty(scores.shape, dtype)
         self._loop("exponentiate_columns", p)(scores, scale, _of_columns(shift, scores), p)
         return p
 
     def softmax_gradient(self, ds, p, projection, scale, dtype):
-        y = np.empty_like(ds, dtype)
+        y = self._empty(ds.shape, dtype)
         self._loop("softmax_backward", y)(ds, p, _of_columns(projection, ds), scale, y)
         return y
 
     def attend_to_all(self, q, k, v):
         q = contiguous(q)
-        y, scores = np.empty(q.shape, q.dtype), np.empty(k.shape[1], q.dtype)
+        y, scores = self._empty(q.shape, q.dtype), self._empty(k.shape[1], q.dtype)
         self._loops.attend_to_all(q, k, v, q.shape[-1] ** -0.5, scores, y)
         return y
 
     def scores_of_targets(self, scores, targets, top):
-        result = np.empty_like(scores, shape=len(targets))
+        result = self._empty(len(targets), scores.dtype)
         rows = scores.shape[:1]
         self._loops.scores_of_targets(contiguous(scores), _indices(targets, rows), _spread(top, rows), result)
         return result
@@ -258,20 +271,6 @@ def _indices(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def _of_columns(x: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """``x`` broadcast to [... 1 s], for scores[... t s]."""
     return _spread(x, (*scores.shape[:-2], 1, scores.shape[-1]))
-
-
-def _norm(loop, x: np.ndarray, epsilon: float, *parameters: np.ndarray) -> tuple[np.ndarray, ...]:
-    x = contiguous(x)
-    results = np.empty_like(x), np.empty_like(x), np.empty_like(x, np.float32, shape=x.shape[:-1])
-    loop(x, *[_spread(parameter, x.shape[-1:]) for parameter in parameters], epsilon, *results)
-    return results
-
-
-def _norm_backward(loop, dy: np.ndarray, normal: np.ndarray, inverse: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    dy = contiguous(dy)
-    dx = np.empty_like(dy)
-    loop(dy, _spread(normal, dy.shape, dy.dtype), _spread(inverse, dy.shape[:-1]), _spread(scale, dy.shape[-1:]), dx)
-    return dx
 
 
 def _sums_over_rows(loop, count: int, dy: np.ndarray, normal: np.ndarray) -> np.ndarray:

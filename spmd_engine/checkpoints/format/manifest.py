@@ -27,7 +27,7 @@ from spmd_engine.checkpoints.format.blocks import HASH
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
 from spmd_engine.formats.safetensors_header import DTYPES, dtype_of
-from spmd_engine.sharding.rectangles import Rectangle
+from spmd_engine.sharding.rectangles import Rectangle, covers_once
 
 FORMAT, VERSION = "spmd_engine checkpoint", 2
 #: Sections: parameters and buffers by name; optimizer state by kind/name; residues of single ranks by rank/name.
@@ -68,8 +68,9 @@ class Pieces:
     def wrong_in(self, shape: tuple[int, ...]) -> str:
         """As ``_wrong_with``, of these rectangles; the arrays that share them mostly have one shape."""
         if shape not in self._faults:
-            rectangles = [Rectangle(tuple(start), tuple(stop)) for start, stop in self.bounds.tolist()]
-            self._faults[shape] = _wrong_with(shape, tuple(rectangles))
+            fits = self.bounds.shape[2] == len(shape) and covers_once(self.bounds, shape)
+            rectangles = () if fits else (Rectangle(*map(tuple, ends)) for ends in self.bounds.tolist())
+            self._faults[shape] = "" if fits else _wrong_with(shape, tuple(rectangles))
         return self._faults[shape]
 
     @cached_property
@@ -122,8 +123,11 @@ class BlocksInFiles(Sequence[StoredBlock]):
     def __getitem__(self, number: Any) -> Any:
         offset, row = (int(numbers[number]) for numbers in self.files.places[self._number])
         start, stop = self.pieces.bounds[number].tolist()
-        name = file_name(self.files.section, int(self.pieces.ranks[number]))
-        return StoredBlock(Rectangle(tuple(start), tuple(stop)), name, offset, row=row)
+        return StoredBlock(Rectangle(tuple(start), tuple(stop)), self.file_of(number), offset, row=row)
+
+    def file_of(self, number: int) -> str:
+        """The file that has a block."""
+        return file_name(self.files.section, int(self.pieces.ranks[number]))
 
     def __len__(self) -> int:
         return len(self.pieces.ranks)
@@ -148,6 +152,11 @@ class StoredArray:
             return self.blocks.pieces.bounds
         rectangles = [block.rectangle for block in self.blocks]
         return np.array(rectangles, np.int64).reshape(len(rectangles), 2, len(self.shape))
+
+    def file_of(self, number: int) -> str:
+        """The file that has a block."""
+        blocks = self.blocks
+        return blocks.file_of(number) if isinstance(blocks, BlocksInFiles) else blocks[number].file
 
     def check(self, name: str) -> None:
         """Raise CheckpointError unless every element is in exactly one block."""

@@ -17,8 +17,7 @@ from spmd_engine.cli.values import FILE, Choice, WholeNumber
 from spmd_engine.engine.state.assignment import parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
-from spmd_engine.jobs.resolve import LORA, request_for, unplanned
-from spmd_engine.models.lora import LoRAOptions
+from spmd_engine.jobs.resolve import request_for, unplanned
 from spmd_engine.models.names import IMAGES
 from spmd_engine.observability.run_prediction import compare_run
 from spmd_engine.planning.machine.files import default_machine
@@ -127,7 +126,7 @@ def plan(what: str | None, **options: Any) -> None:
         if result.conflict is not None:
             click.echo("spmd_engine: note: nothing fits, so no plan was written", err=True)
         else:
-            result.plan_file(values.get("model", TrainConfig().model.name), _lora(values)).write(options["output"])
+            result.plan_file(values.get("model", TrainConfig().model.name)).write(options["output"])
     if options["timeline"] and result.evaluation is not None:
         from spmd_engine.planning.simulator.check_prediction import trace_json
 
@@ -166,20 +165,16 @@ def _explain(request: Any, as_json: bool) -> None:
         print_explanation(subject, answers)
 
 
-def _lora(values: Mapping[str, Any]) -> LoRAOptions | None:
-    return TrainConfig().with_options(**{name: values[name] for name in values if name in LORA}).model.lora
-
-
 def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
     """The request of a command line; raises UsageError for options that contradict each other."""
     machine = default_machine(options["machine"])
     axes = values.get("mesh")
     ranks = _ranks(options, axes, machine)
-    job = TrainConfig().with_options(**{name: value for name, value in values.items() if name not in ("model", *LORA)})
+    job = TrainConfig().with_options(**{name: value for name, value in values.items() if name != "model"})
     name = values.get("model", job.model.name)
     return request_for(
         job,
-        planned_model(name, _lora(values), unplanned(job.composition)),
+        planned_model(name, job.model.lora, unplanned(job.composition)),
         machine,
         [n for n in range(1, ranks + 1) if ranks % n == 0] if options["fewer"] else [ranks],
         batch_sizes=_batch_sizes(options["batch_size"], name),
@@ -187,7 +182,6 @@ def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         limits=Limits(options["memory"], options["latency"], options["bandwidth"], options["compute"]),
         fixed=_fixed(values),
         axes=_axes(options["axes"]),
-        sequence=job.data.length,
         seconds=options["seconds"],
         placement=options["placement"],
         fallback=[name.strip() for name in options["fallback"].split(",")] if options["fallback"] != "none" else [],
@@ -196,7 +190,10 @@ def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
 
 
 def _axes(text: str | None) -> list[str] | None:
-    return [axis.strip() for axis in text.split(",") if axis.strip()] if text else None
+    axes = [axis.strip() for axis in text.split(",") if axis.strip()] if text is not None else None
+    if axes == []:
+        raise UsageError(f"--axes {text!r}: name axes, as in data,model")
+    return axes
 
 
 def _ranks(options: Mapping[str, Any], axes: Mapping[str, int] | None, machine: Machine) -> int:

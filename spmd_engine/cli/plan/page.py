@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -61,7 +62,8 @@ def print_plan(result: PlanResult) -> None:
         console.print()
     _print_matrix(console, f"the best plans and the constraints, {BY}", result.search.best, result)
     front = thinned(result.search.front)
-    rows = [(_seconds_of(plan), readable_bytes(plan.memory), str(plan.candidate)) for plan in front]
+    memory = partial(result.limits.shown, "memory")
+    rows = [(_seconds_of(plan), memory(plan.memory), str(plan.candidate)) for plan in front]
     if len(rows) > 1:
         console.print(text_table(["step", "memory", "plan"], rows, f"time against memory, {BY}"))
     _print_certificate(console, result)
@@ -159,7 +161,7 @@ def _print_conflict(console: Console, result: PlanResult) -> None:
     if conflict.relaxations:
         console.print("what would help, the smallest change first")
         for text, plan in conflict.relaxations.values():
-            price = f"a step {readable_seconds(plan.seconds)}, memory {readable_bytes(plan.memory)}"
+            price = f"a step {_seconds_of(plan)}, memory {result.limits.shown('memory', plan.memory)}"
             console.print(f"  {text}: {plan.candidate}; {price}")
         console.print()
 
@@ -167,12 +169,15 @@ def _print_conflict(console: Console, result: PlanResult) -> None:
 def _print_matrix(console: Console, title: str, plans: Sequence[Estimate], result: PlanResult) -> None:
     """Print a row for each plan, a column for each constraint: the value, and ! if it breaks the constraint."""
     limits, fixed = result.limits, result.request.fixed
-    columns = [f"{name} ({limits.shown(name)})" for name in limits.names]
+    sends = result.request.goal == "communication"
+    columns = ["sent"] * sends
+    columns += [f"{name} ({limits.shown(name)})" for name in limits.names]
     columns += [result.request.constraint_text(name, limits) for name in fixed]
     rows = []
     for plan in plans:
         broken = limits.broken(plan) | broken_choices(plan.candidate, fixed)
-        cells = [limits.shown(name, need) + " !" * (name in broken) for name, need in limits.measured(plan).items()]
+        cells = [readable_bytes(plan.sent)] * sends
+        cells += [limits.shown(name, need) + " !" * (name in broken) for name, need in limits.measured(plan).items()]
         cells += ["no !" if name in broken else "kept" for name in fixed]
         rows.append((str(plan.candidate), _seconds_of(plan), *cells))
     console.print(text_table(["plan", "step", *columns], rows, title))

@@ -21,8 +21,7 @@ from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroCon
 from spmd_engine.engine.uneven_stages import sum_over_stages
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage
-from spmd_engine.errors import UnknownParameter, UsageError, one_of
-from spmd_engine.layers.contract import check_argument
+from spmd_engine.errors import UnknownParameter, UsageError, check_argument, one_of
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined

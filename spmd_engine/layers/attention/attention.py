@@ -11,12 +11,11 @@ from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.elementwise import add_to
 from spmd_engine.arrays.precision import accumulated_in, rounded, widened
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, check_argument
 from spmd_engine.layers.attention.attention_config import AttentionConfig
 from spmd_engine.layers.attention.context import ContextMethod, GatherKeys
 from spmd_engine.layers.attention.kv_cache import cached_attention
 from spmd_engine.layers.attention.qk_norm_rope import QKNormRope, Rotary
-from spmd_engine.layers.contract import check_argument
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.sharding.shards import Shards

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from math import isclose
 from typing import Any
 
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.layers.attention.attention_config import RotaryOptions
+from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.families.family import Experts, Rope, SlidingWindow
-from spmd_engine.models.hf.read_config import ACTIVATIONS
+from spmd_engine.models.hf.read_config import ACTIVATIONS, read_config
 from spmd_engine.models.hf.rope import rope_fields
 from spmd_engine.models.mixture import as_text, block_numbers
-
-#: Fields of a DecoderConfig that are checked separately.
-_APART = ("family", "rotary", "mixture", "window", "window_layers")
 
 
 def config_json(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
     """Return ``config.json`` for weights of a ``dtype``. Raises UsageError for fields that it cannot represent."""
     family = FAMILIES[shape.family]
-    for name in unrepresentable(shape):
-        raise _refusal(shape, name)
     config: dict[str, Any] = {
         "architectures": [family.class_name],
         "model_type": family.model_type,
@@ -30,65 +28,93 @@ def config_json(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
         "torch_dtype": dtype,
     }
     for field, (name, _) in family.fields.items():
-        value = _explicit(shape, field)
+        value = _value(shape, field)
         if field == "activation":
             value = next(name for name, activation in ACTIVATIONS.items() if activation == shape.activation)
-        if config.setdefault(name, value) != value:
-            raise _refusal(shape, field)
+        config.setdefault(name, value)
     if family.rope is not None and family.rope.described:
         config |= _rope(shape, family.rope)
     if family.windows is not None:
         config |= _windows(shape, family.windows)
     if family.experts is not None:
         config |= _experts(shape, family.experts)
-    return config | (family.write(shape) if family.write is not None else {})
+    config |= family.write(shape) if family.write is not None else {}
+    if family.rope is not None and family.rope.pairs == "halves" and shape.rotary.part == 1:
+        shape = shape.changed(rotary=shape.rotary.changed(pairs="halves"))  # as weights are written
+    what = f"config.json of a {shape.family}"
+    try:
+        read, _ = read_config(config, what)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
+    check_same(shape, read, what)
+    return config
 
 
-def unrepresentable(shape: DecoderConfig) -> Iterator[str]:
-    """Yield fields that differ from the family's constants and cannot be expressed in its ``config.json``."""
-    family = FAMILIES[shape.family]
-    usual = DecoderConfig(family=shape.family).changed(**family.usual(shape.width))
-    read = {*family.fields, *family.also_read, *_APART}
-    for name in (field.name for field in fields(shape)):
-        if name in read or name == "window_rotary" and family.rope is not None and family.rope.in_windows:
-            continue
-        expected = getattr(usual, name)
-        if name == "key_value_heads":
-            expected = shape.heads
-        elif name == "head_width":
-            expected = shape.width / shape.heads
-        elif name == "no_rope_layers" and family.windows is not None and family.windows.rotary_only:
-            expected = _usual_no_rope_layers(shape, family.windows)
-        if _explicit(shape, name) != expected:
-            yield name
-    if shape.window is not None and family.windows is None and "window" not in family.also_read:
-        yield "window"
-    rope = family.rope
-    if rope is not None:
-        reordered = shape.rotary.pairs != rope.pairs  # only to halves, and only whole heads
-        if reordered and rope.pairs != "halves" or shape.rotary.part != 1 and (reordered or rope.part is None):
-            yield "rotary"
-    if (shape.mixture is not None) != (family.experts is not None):
-        yield "mixture"
+# --- Whether a file represents a decoder: what is read from it must be the same
 
 
-def _usual_no_rope_layers(shape: DecoderConfig, windows: SlidingWindow) -> str:
-    """Return the blocks without rotary positions, in a family whose windows determine them."""
-    if windows.rotary_only != "always" and not shape.window:
-        return ""
-    return as_text(block for block in range(shape.layers) if not shape.has_window(block))
+#: Options of routing that files describe; the others matter to training.
+_ROUTING = ("top_k", "score", "scale", "groups", "top_groups", "group_best", "bias_rate")
 
 
-def _refusal(shape: DecoderConfig, name: str) -> UsageError:
-    return UsageError(f"config.json of a {shape.family} cannot represent {name} {getattr(shape, name)!r}")
+def check_same(shape: DecoderConfig, read: DecoderConfig, what: str, instead: str = "") -> None:
+    """Raise UsageError, naming the field, unless ``what`` describes a decoder that is ``read`` as the same."""
+    differing = _differences("", _explicit(shape), _explicit(read), shape)
+    for name, value, other in sorted(differing, key=lambda fields: fields[0] == "hidden"):  # it may follow from others
+        raise UsageError(f"{what} cannot represent {name} {value!r}, which would be read as {other!r}{instead}")
 
 
-def _explicit(shape: DecoderConfig, name: str) -> Any:
+def _explicit(shape: DecoderConfig) -> DecoderConfig:
+    """The same decoder with defaults in place of None, blocks listed, and without what has no effect on its outputs."""
+    blocks, mixture, hidden = range(shape.layers), shape.mixture, shape.hidden
+    windowed = [block for block in blocks if shape.has_window(block)]
+    without_rope = [block for block in blocks if not shape.has_rope(block)]
+    rotary = shape.rotary if len(without_rope) < shape.layers else RotaryOptions()
+    if mixture is not None:
+        router, described = mixture.router, {name: getattr(mixture.router, name) for name in _ROUTING}
+        mixture = mixture.changed(
+            hidden=mixture.hidden or max(1, hidden // router.top_k),
+            dense=as_text(block_numbers(mixture.dense, "dense")),
+            router=RouterOptions(**described, renormalise=router.renormalise or router.when == "after"),
+        )
+        hidden = hidden if mixture.dense else mixture.hidden
+    return shape.changed(
+        **{name: _value(shape, name) for name in ("key_value_heads", "head_width", "attention_scale")},
+        window=shape.window if windowed else None,
+        window_layers=as_text(windowed),
+        window_rotary=(shape.window_rotary or rotary) if windowed else None,
+        no_rope_layers=as_text(without_rope),
+        rotary=rotary,
+        mixture=mixture,
+        hidden=hidden,
+    )
+
+
+def _differences(name: str, one: Any, other: Any, shape: DecoderConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name and both values of each field, also of records in fields, in which two records differ."""
+    if isinstance(one, RotaryOptions) and isinstance(other, RotaryOptions) and _rotate_alike(one, other, shape):
+        return
+    if is_dataclass(one) and is_dataclass(other):
+        for field in fields(one):
+            values = getattr(one, field.name), getattr(other, field.name)
+            yield from _differences(f"{name}.{field.name}".removeprefix("."), *values, shape)
+    elif one != other:
+        yield name, one, other
+
+
+def _rotate_alike(one: RotaryOptions, other: RotaryOptions, shape: DecoderConfig) -> bool:
+    """Return whether two records describe the same rotation, to the precision of 32 bits."""
+    if (one.part, one.pairs) != (other.part, other.pairs):
+        return False
+    pairs = round(one.part * (shape.head_width or shape.width // shape.heads)) // 2
+    numbers = zip([*one.frequencies(pairs), one.magnitude], [*other.frequencies(pairs), other.magnitude], strict=True)
+    return all(isclose(first, second, rel_tol=1e-6) for first, second in numbers)
+
+
+def _value(shape: DecoderConfig, name: str) -> Any:
     """Return the value of a field, with defaults in place of None."""
     width = shape.head_width or shape.width // shape.heads
-    defaults = {"key_value_heads": shape.heads, "head_width": width}
-    if "attention_scale" in FAMILIES[shape.family].fields:
-        defaults["attention_scale"] = width**-0.5
+    defaults = {"key_value_heads": shape.heads, "head_width": width, "attention_scale": width**-0.5}
     value = getattr(shape, name)
     return defaults.get(name) if value is None else value
 
@@ -114,24 +140,14 @@ def _windows(shape: DecoderConfig, windows: SlidingWindow) -> dict[str, Any]:
         config["use_sliding_window"] = shape.window is not None
     if windows.listed:
         config["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in near]
-    elif any(near) and not all(near):
-        raise _refusal(shape, "window_layers")
     return config
 
 
 def _experts(shape: DecoderConfig, experts: Experts) -> dict[str, Any]:
-    mixture = shape.mixture
-    assert mixture is not None, "unrepresentable() refuses it"
+    if (mixture := shape.mixture) is None:
+        return {}
     router = mixture.router
     hidden = mixture.hidden or max(1, shape.hidden // router.top_k)
-    shared = mixture.shared and not (experts.shared_hidden is not None and mixture.shared_gate)
-    if shared or router.score != "softmax" or router.groups > 1 or router.scale != 1:
-        raise _refusal(shape, "mixture")
-    if experts.hidden is None and mixture.dense or experts.normalised and not router.renormalise:
-        raise UsageError(
-            f"experts of a {shape.family} must be in all layers"
-            f"{', and their weights sum to 1' if experts.normalised else ''}; export it as a qwen3-moe"
-        )
     config: dict[str, Any] = {experts.field: mixture.experts, "num_experts_per_tok": router.top_k}
     if not experts.normalised:
         config["norm_topk_prob"] = router.renormalise

@@ -178,7 +178,11 @@ def default_machine(name: str | Path | None = None) -> Machine:
     if name is not None:
         return read_machine(name)
     file = calibrated_file()
-    return read_machine(file if file and file.is_file() else "cpu")
+    if file and file.is_file():
+        return read_machine(file)
+    if os.environ.get("SPMD_MACHINE"):
+        raise UsageError(f"SPMD_MACHINE is {file}, where no file is: run 'calibrate', which writes it, or unset it")
+    return read_machine("cpu")
 
 
 def toml_of(machine: Machine) -> str:

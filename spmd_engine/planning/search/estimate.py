@@ -55,6 +55,11 @@ class Estimate:
         """Samples a second."""
         return self.candidate.batch_size / self.seconds
 
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that a rank sends."""
+        return self.sent / self.candidate.ranks / self.seconds
+
     def evaluated(self, evaluation: PlanEvaluation, memory: Sequence[float] = ()) -> Estimate:
         """The estimate with the seconds, memory, bytes sent and work of its simulated step. ``memory``: the bytes that
         each rank may hold, if ranks are unequal."""

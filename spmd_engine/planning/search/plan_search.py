@@ -390,6 +390,8 @@ class PlanSearch:
             keep_others = [plan for plan in simulated if limits.broken(plan) <= {name}]
             best = min(keep_others or simulated[:1], key=lambda plan: limits.measured(plan)[name])
             ways[name] = constraints.relaxed(name, best)[0], best
+        ways = {name: (text, self.simulated(way, even=True)) for name, (text, way) in ways.items()}
+        ways = {name: way for name, way in ways.items() if name in LIMITS or not limits.broken(way[1])}
         for _, way in ways.values():  # that for a limit keeps all else, and may be closer than those of least memory
             is_closer = nearest is None or limits.excess(way) < limits.excess(nearest)
             if is_closer and way.candidate.ranks in space.ranks and way.candidate.batch_size in space.batch_sizes:

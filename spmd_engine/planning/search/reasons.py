@@ -72,7 +72,7 @@ def _explain_gain(choice: str, chosen: Estimate, other: Estimate, limits: Limits
     slower, larger = other.seconds / chosen.seconds - 1, other.memory / chosen.memory - 1
     gains = {part: other.parts[part] - chosen.parts[part] for part in other.parts}
     largest_gain = max(gains, key=lambda part: gains[part])
-    cause = f", most of it {largest_gain}" if slower > 0.002 and gains[largest_gain] > 0 else ""
+    cause = f" (by estimates, most of it {largest_gain})" if slower > 0.002 and gains[largest_gain] > 0 else ""
     sent = f"send {other.sent / chosen.sent - 1:+.1%} bytes, " if goal == "communication" and chosen.sent else ""
     return f"{choice}: that would {sent}take {slower:+.1%} time{cause}, and {larger:+.1%} memory"
 
@@ -124,7 +124,7 @@ class Constraints:
             least = min(space.batch_sizes)
             smaller = [least // n for n in MORE if least // n]
             space = replace(space, batch_sizes=sorted({*space.batch_sizes, *smaller, 1}))
-        limits = Limits(**{name: getattr(self.limits, name) for name in LIMITS if name in names})
+        limits = replace(self.limits, **{name: None for name in LIMITS if name not in names})
         return replace(self, space=space, limits=limits)
 
     def search(self, goal: str = "", keep: int = 1) -> SearchResult:
@@ -186,7 +186,7 @@ def _relax(constraints: Constraints, conflict: Sequence[str]) -> Iterator[tuple[
         elif name == "batch_size":
             smaller = [n for n in wider.batch_sizes if n not in space.batch_sizes]
             changes = [replace(wider, batch_sizes=[n]) for n in reversed(smaller)]
-        goal = name if name in ("memory", "latency") else constraints.request.goal
+        goal = name if name in LIMITS else constraints.request.goal
         for changed in changes if constraints.budget.left > 0 else ():
             tried = replace(others, space=changed)
             if first := tried.search().best:

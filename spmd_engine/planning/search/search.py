@@ -10,20 +10,20 @@ better. If time runs out before, the certificate says by how much another candid
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from spmd_engine.configuration import Configuration, setting
+from spmd_engine.configuration import Configuration, not_in_json, setting
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Bound, Estimate
 from spmd_engine.planning.search.improve import Budget
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
-from spmd_engine.units import BYTES, SECONDS, readable_bytes, readable_seconds
+from spmd_engine.units import BYTES, SECONDS, readable_bytes, readable_rate, readable_seconds
 
 # --- Goals of a search, and constraints on plans
 
@@ -32,13 +32,15 @@ GOALS = ("latency", "throughput", "memory", "balance", "communication")
 
 
 def objective(goal: str, estimate: Estimate) -> tuple[float, ...]:
-    """What a search minimizes; the second number decides between equals."""
+    """What a search minimizes for a goal, or for a limit, of LIMITS; the second number decides between equals."""
     return {
         "latency": (estimate.seconds, estimate.memory),
         "throughput": (-estimate.throughput, estimate.memory),
         "memory": (estimate.memory, estimate.seconds),
         "balance": (round(estimate.imbalance, 2), estimate.seconds),
         "communication": (estimate.sent, estimate.seconds),
+        "bandwidth": (estimate.bandwidth, estimate.seconds),
+        "compute": (estimate.work, estimate.seconds),
     }[goal]
 
 
@@ -50,8 +52,7 @@ def objective_bound(goal: str, candidate: Candidate, bound: Bound) -> tuple[floa
         "throughput": (-candidate.batch_size / seconds if seconds else -inf, memory),
         "memory": (memory, seconds),
         "balance": (1.0, seconds),
-        "communication": (0.0, seconds),
-    }[goal]
+    }.get(goal, (0.0, seconds))
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,13 @@ class Limits(Configuration):
     latency: float | None = setting(None, unit=SECONDS)  #: seconds per step
     bandwidth: float | None = setting(None, unit=BYTES)  #: bytes per second that a rank sends
     compute: float | None = setting(None, unit=SECONDS)  #: seconds of work of a rank per step
+    #: the memory of unequal ranks as text; then memory is shown as the largest share of its own that a rank needs
+    of_each_rank: str = not_in_json("")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, limit in vars(self).items():
-            if limit is not None and not limit > 0:
+        for name in self.names:
+            if not (limit := getattr(self, name)) > 0:
                 raise UsageError(f"--{name} {limit:g}: it must be above 0")
 
     @property
@@ -86,14 +89,17 @@ class Limits(Configuration):
         """The limits with the memory of the machine's ranks. For unequal ranks it is the mean, since they may store
         state unevenly; the evaluation of a plan checks whether each rank has room."""
         sizes = self.memory_by_rank(machine)
-        return replace(self, memory=fmean(sizes) if machine.heterogeneous else min(sizes))
+        if not machine.heterogeneous:
+            return replace(self, memory=min(sizes))
+        of_each = f"100% of each rank's ({readable_bytes(min(sizes))} to {readable_bytes(max(sizes))})"
+        return replace(self, memory=fmean(sizes), of_each_rank=of_each)
 
     def measured(self, estimate: Estimate) -> dict[str, float]:
         """What a candidate needs, for each limit that is set."""
         needs = {
             "memory": estimate.memory,
             "latency": estimate.seconds,
-            "bandwidth": estimate.sent / estimate.candidate.ranks / estimate.seconds,
+            "bandwidth": estimate.bandwidth,
             "compute": estimate.work,
         }
         return {name: needs[name] for name in self.names}
@@ -114,13 +120,14 @@ class Limits(Configuration):
 
     def shown(self, name: str, number: float | None = None) -> str:
         """A limit, or a need in its unit, as text."""
-        shown = getattr(self, name) if number is None else number
-        if name == "memory":
-            return readable_bytes(shown)
-        return f"{readable_bytes(shown)}/s" if name == "bandwidth" else readable_seconds(shown)
+        limit = getattr(self, name)
+        if name == "memory" and self.of_each_rank:
+            return self.of_each_rank if number is None else f"{number / limit:.0%}"
+        readable = {"memory": readable_bytes, "bandwidth": readable_rate}.get(name, readable_seconds)
+        return readable(limit if number is None else number)
 
 
-LIMITS = tuple(limit.name for limit in fields(Limits))
+LIMITS = ("memory", "latency", "bandwidth", "compute")
 
 
 # --- The search

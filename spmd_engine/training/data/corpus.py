@@ -81,6 +81,13 @@ def _read(
     if path is None:
         contents = [(file, Path(file).read_bytes()) for file in files]
     else:
+        from spmd_engine.formats.text_documents import documents_among  # which Python's own source does not need
+
+        found, others = documents_among([(file, os.path.getsize(file)) for file in files], columns, [root])
+        files = [file for file, _ in found]
+        for kind in dict.fromkeys(others.values()):
+            names = [file[len(root) :].lstrip(os.sep) for file, its_kind in others.items() if its_kind == kind]
+            left_out[f"{kind} ({first_few(names)})"] = len(names)
         contents = [*_contents(files, columns, left_out, unread)]
     for number, (file, content) in enumerate(contents):
         name = os.fsencode(file[len(root) :].lstrip(os.sep) or ".")

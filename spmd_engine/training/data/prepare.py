@@ -19,7 +19,14 @@ from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.files import naming
 from spmd_engine.foreign import first_few
-from spmd_engine.formats.text_documents import Columns, Document, count_documents, documents, find_files
+from spmd_engine.formats.text_documents import (
+    Columns,
+    Document,
+    count_documents,
+    documents,
+    documents_among,
+    find_files,
+)
 from spmd_engine.formats.token_file import TokenFacts, TokenFile, add_to_digest, layout, open_token_file
 from spmd_engine.tokens import Tokenizer
 from spmd_engine.tokens.encoding import Encoded, around, encode_conversation, encode_pair, encode_text
@@ -58,6 +65,8 @@ class FileSummary:
     unread: list[str] = field(default_factory=list)  #: keys or columns that are not read
 
     def __str__(self) -> str:
+        if not self.rows and self.left_out:
+            return f"{self.file}: left out: {', '.join(self.left_out)}"
         learnt = f", of which {self.learnt:,} are targets" if self.learnt < self.tokens else ""
         text = f"{self.file}: {self.tokens:,} tokens of {self.documents:,} documents in {self.rows:,} rows{learnt}"
         unread = [f"not read: {first_few(self.unread, 8)}"] if self.unread else []
@@ -106,7 +115,8 @@ def prepare_with_summary(
     group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: str | Path, columns: Columns | None = None
 ) -> tuple[TokenFile, list[FileSummary]]:
     """``prepare``, with a summary of each file."""
-    files = [(name, size) for name, size in json_from_rank_zero(group, lambda: _find_inputs(paths, output))]
+    found, others = json_from_rank_zero(group, lambda: _find_inputs(paths, output, columns))
+    files = [(name, size) for name, size in found]
     total = sum(size for _, size in files)
     begin, end = (total * group.rank // group.size, total * (group.rank + 1) // group.size)
     with tempfile.TemporaryDirectory(prefix=".prepare-", dir=Path(output).resolve().parent) as folder:
@@ -125,6 +135,7 @@ def prepare_with_summary(
         if kinds.all():
             raise UsageError(f"{', '.join(paths)}: texts and instructions do not go together; prepare each by itself")
         summary = _merged(group, summaries)
+        summary += [FileSummary(name, left_out={kind: 1}) for name, kind in others.items()]
         if not kinds.any():
             raise UsageError(f"{', '.join(paths)}: there is nothing to learn in it{_why(summary)}")
         # A folder that rank 0 has just made has no links, and an unfinished file is removed with it.
@@ -155,7 +166,10 @@ def _why(summary: Sequence[FileSummary]) -> str:
     return f" ({reasons})" if reasons else ""
 
 
-def _find_inputs(paths: Sequence[str], output: str | Path) -> list[tuple[str, int]]:
+def _find_inputs(
+    paths: Sequence[str], output: str | Path, columns: Columns | None
+) -> tuple[list[tuple[str, int]], dict[str, str]]:
+    """The files to read, and those in folders that are left out, with the reason."""
     if not Path(output).resolve().parent.is_dir():
         raise UsageError(f"--output {output}: there is no such folder")
     if Path(output).is_dir():
@@ -165,7 +179,7 @@ def _find_inputs(paths: Sequence[str], output: str | Path) -> list[tuple[str, in
     files = find_files(paths)
     if not sum(size for _, size in files):
         raise UsageError(f"{', '.join(paths)}: there is nothing to read in it")
-    return files
+    return documents_among(files, columns, [str(Path(path)) for path in paths])
 
 
 #: Tokens of a document, or of a part of it, and, for instructions, which of them are targets.
