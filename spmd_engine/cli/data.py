@@ -113,6 +113,7 @@ def _by_file(summary: Sequence[FileSummary]) -> list[str]:
 # --- Documents as the model sees them
 
 _WIDTH = 100  #: characters of a line of tokens
+REFUSED = "refused"  #: the kind of a file of a folder that cannot be read
 _MOST_TOKENS = 400  #: most tokens of a document that is printed
 
 
@@ -139,7 +140,7 @@ def show(path: str, model: str, count: int, output: str, as_json: bool, job: Tra
         return
     columns, found = parse_columns(job.data.columns), False
     for document in _in_token_file(path, count) if is_token_file(path) else _in_texts(path, model, count, columns):
-        found = True
+        found = found or document["kind"] != REFUSED
         click.echo(json.dumps(document, ensure_ascii=False) if as_json else "\n".join(_as_lines(document)))
     if not found:
         raise UsageError(f"{path}: there is nothing to read in it")
@@ -148,34 +149,53 @@ def show(path: str, model: str, count: int, output: str, as_json: bool, job: Tra
 def _in_texts(path: str, model: str, count: int, columns: Columns | None) -> Iterator[dict[str, Any]]:
     """The first documents of each kind of file and row."""
     tokenizer: Tokenizer = ByteTokenizer() if model == BYTES else tokenizer_at(model)
-    seen = Counter[tuple[str, str]]()
-    files, others = documents_among(find_files([path]), columns, [str(Path(path))])
+    seen, found = Counter[tuple[str, str]](), find_files([path])
+    try:
+        files, others = documents_among(found, columns, [str(Path(path))])
+    except UsageError:
+        if len(found) == 1:
+            raise
+        files, others = found, {}  # each tells below what is wrong with it
     for name, what in others.items():
         yield {"where": name, "kind": what, "left_out": what}
     for file in files:
-        ending = format_name(file[0])
-        if seen[ending, "text"] >= count and ending == "text":
-            continue
-        for number, document in enumerate(documents([file], 0, ALL, CHUNK, columns), 1):
-            kind = document.left_out or document.kind
-            if document.file is not None:
-                begin = next(document.chunks(), b"").decode(errors="ignore")
-                document = document._replace(file=None, text=begin, notice=f"of which at most {CHUNK:,} bytes are read")
-            seen[ending, kind] += 1
-            if seen[ending, kind] <= count:
-                facts = {"where": document.where, "row": number, "kind": kind}
-                if document.left_out:
-                    yield {**facts, "left_out": document.left_out}
-                    continue
-                encoded = encoded_document(document, tokenizer)
-                learnt = [1] * len(encoded.tokens) if encoded.learnt is None else encoded.learnt.tolist()
-                if notice := encoded.notice or document.notice:
-                    facts["notice"] = notice
-                if document.unread:
-                    facts["not_read"] = [*document.unread]
-                yield {**facts, **_tokens(tokenizer, encoded.tokens, learnt), "text": encoded.text}
-            elif number > 100 * count:
-                break
+        try:
+            yield from _in_text(file, tokenizer, count, columns, seen)
+        except UsageError as error:
+            if len(files) == 1:
+                raise
+            yield {"where": file[0], "kind": REFUSED, "left_out": str(error)}
+
+
+def _in_text(
+    file: tuple[str, int], tokenizer: Tokenizer, count: int, columns: Columns | None, seen: Counter[tuple[str, str]]
+) -> Iterator[dict[str, Any]]:
+    """The documents of a file of which fewer than ``count`` of their kind have been ``seen``."""
+    ending = format_name(file[0])
+    if seen[ending, "text"] >= count and ending == "text":
+        return
+    for number, document in enumerate(documents([file], 0, ALL, CHUNK, columns), 1):
+        kind = document.left_out or document.kind
+        if document.file is not None:
+            chunks = document.chunks()
+            begin, more = next(chunks, b""), next(chunks, b"")
+            notice = f"of its first {len(begin):,} bytes" if more else ""
+            document = document._replace(file=None, text=begin.decode(errors="ignore"), notice=notice)
+        seen[ending, kind] += 1
+        if seen[ending, kind] <= count:
+            facts = {"where": document.where, "row": number, "kind": kind}
+            if document.left_out:
+                yield {**facts, "left_out": document.left_out}
+                continue
+            encoded = encoded_document(document, tokenizer)
+            learnt = [1] * len(encoded.tokens) if encoded.learnt is None else encoded.learnt.tolist()
+            if notice := encoded.notice or document.notice:
+                facts["notice"] = notice
+            if document.unread:
+                facts["not_read"] = [*document.unread]
+            yield {**facts, **_tokens(tokenizer, encoded.tokens, learnt), "text": encoded.text}
+        elif number > 100 * count:
+            break
 
 
 def _in_token_file(path: str, count: int) -> Iterator[dict[str, Any]]:
@@ -198,7 +218,8 @@ def _as_lines(document: dict[str, Any]) -> Iterator[str]:
     """A title, then the tokens of the document in lines, each of them either learnt or not."""
     title = f"--- {document['where']}: {document['kind']}"
     if "left_out" in document:
-        yield f"{title}, left out"
+        refused = f": {document['left_out']}" if document["kind"] == REFUSED else ", left out"
+        yield f"{title}{refused}"
         return
     pieces, learnt = document["pieces"], document["learnt"]
     about = [f"{title}, {len(pieces):,} tokens, {sum(learnt):,} of them learnt"]

@@ -119,8 +119,10 @@ def _save(target: str, outputs: list[np.ndarray]) -> None:
     if any(output.shape[1:] != (*longest,) for output in outputs):  # texts of several lengths
         ends = [[(0, 0), *((0, most - size) for most, size in zip(longest, output.shape[1:]))] for output in outputs]
         outputs = [np.pad(output, end, constant_values=np.nan) for output, end in zip(outputs, ends, strict=True)]
+    whole = np.concatenate(outputs)
     with output_file(target) as file:  # np.save would add .npy to another ending
-        np.save(file, np.concatenate(outputs))
+        np.save(file, whole)
+    click.echo(f"wrote {target}: {whole.dtype}[{', '.join(map(str, whole.shape))}]", err=True)
 
 
 Inputs = np.ndarray | ImageRows | list[np.ndarray]  #: an array, images, or the tokens[1 s] of each text

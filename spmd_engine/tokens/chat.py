@@ -36,7 +36,10 @@ def chat_text(
     messages that the template refuses.
     """
     if not tokenizer.chat_template:
-        raise UsageError("this model has no chat template; write the prompt in its format, without --chat")
+        raise UsageError(
+            "this model has no chat template: write its format into the texts to learn, or into the prompt of a "
+            "'generate' without --chat"
+        )
     if "tool_calls" not in tokenizer.chat_template:  # it would write None
         messages = [{**turn, "content": ""} if turn.get("content", "") is None else turn for turn in messages]
     values = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": answer}

@@ -39,6 +39,7 @@ def test_train_tells_accuracy_and_infer_answers_for_bytes_and_floats(virtual, he
     for source, order, count in (("pictures", np.argsort(LABELS, kind="stable"), "23"), ("a.npz", range(23), "23")):
         code, _, errors = here("infer", "--run", "r", "--input", source, "--output", "y.npy", "--batch-size", "10")
         assert code == 0 and f"{source}: {count} images" in errors, errors
+        assert errors.endswith(f"wrote y.npy: {answers[0].dtype}[{count}, 3]\n")
         np.testing.assert_allclose(np.load(tmp_path / "y.npy"), answers[0][order], atol=1e-5)
     one = ["infer", "--run", "r", "--input", "pictures/class0/03.png", "--output", "y.npy"]
     assert here(*one)[0] == 0

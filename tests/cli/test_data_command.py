@@ -29,6 +29,19 @@ def lines(path, rows):
     return path
 
 
+def test_a_file_that_is_refused_has_a_line_and_the_next_follows(tmp_path):
+    (tmp_path / "a.txt").write_bytes("caf\xe9".encode("latin-1"))
+    lines(tmp_path / "b.jsonl", [{"messages": CHAT}])
+    ended = CliRunner().invoke(data, ["show", str(tmp_path)])
+    assert isinstance(ended.exception, UsageError) and ended.output.count(": refused: ") == 2
+    assert f"a.txt: refused: {tmp_path}/a.txt" in ended.output and "no chat template: write its format" in ended.output
+    (tmp_path / "c.txt").write_text("x")
+    assert run("show", tmp_path).splitlines()[2:] == [
+        f"--- {tmp_path}/c.txt: text, 2 tokens, 2 of them learnt",
+        "> x|<end>",
+    ]
+
+
 @pytest.mark.parametrize("name", GOLDEN["templates"])
 def test_conversations_are_shown_with_their_tokens(tmp_path, name):
     pytest.importorskip("jinja2")
@@ -60,7 +73,7 @@ def test_documents_are_shown_by_kind_and_marked_without_colour(tmp_path):
     assert [each["row"] for each in shown(tmp_path / "b.jsonl")] == [1, 2, 3, 4]
     (tmp_path / "large.txt").write_text("some words " * 200_000)
     (large,) = shown(tmp_path / "large.txt")
-    assert len(large["tokens"]) == (1 << 20) + 1 and large["notice"] == "of which at most 1,048,576 bytes are read"
+    assert len(large["tokens"]) == (1 << 20) + 1 and large["notice"] == "of its first 1,048,576 bytes"
     with pytest.raises(UsageError, match="there is nothing to read in it"):
         run("show", lines(tmp_path / "c.jsonl", []))
 

@@ -46,12 +46,13 @@ def test_a_given_composition_is_planned_as_it_is_trained(model, axes, options, c
     assert found["peak_bytes"] == trained.peak_bytes_by_rank()
 
 
-def test_adapters_are_planned_for_and_the_plan_is_run(here, tmp_path):
+def test_adapters_are_planned_for_and_the_plan_is_run(here, tmp_path, caplog):
     text = tmp_path / "text"
     text.write_bytes(bytes(range(97, 107)) * 200)
     data = ("--data", str(text), *QUIET)
     assert here("train", "--model", "llama-nano", "--steps", "0", *data, "--run", "runs/base")[0] == 0
     assert here("checkpoint", "export", "runs/base", "./base", "--format", "huggingface")[0] == 0
+    assert "the folder has no tokenizer" in caplog.text
     plan = ("plan", "--machine", "cpu", "--ranks", "1", "--batch-size", "2", "--mesh", "data=1", "--model", "./base")
     plan += ("--length", "32", "--optimizer", "sgd")
     code, out, error = here(*plan, "--lora-rank", "2", "--json", "--output", "plan.json")

@@ -5,6 +5,7 @@ import pytest
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.connections import connections_of, even_nodes
+from spmd_engine.comm.shared_memory.slot_table import SlotTable
 from spmd_engine.errors import MismatchError
 from support.nodes import everyone
 from support.on_ranks import assert_same, reduced, values
@@ -103,8 +104,8 @@ def test_groups_come_and_go():
                 assert connections_of(comm).lanes.nodes == [[0, 2], [1, 3]]
                 comm.free()
                 other.all_reduce(np.ones(LARGE), over="rows")
-            free = free or mesh.group().connections.neighbours.own.free
-        assert mesh.group().connections.neighbours.own.free >= free
+            free = free or connections_of(mesh.comm).neighbours.own.free
+        assert connections_of(mesh.comm).neighbours.own.free >= free
 
     run_threads(program, 4, nodes=list("abab"))
 
@@ -152,3 +153,23 @@ def test_some_ranks_know_the_sizes_of_what_they_gather(hosts, length):
             assert_same(result, np.repeat(np.arange(4), lengths))
 
     run_threads(program, 4, nodes=list(hosts))
+
+
+def test_a_rank_that_offers_its_result_waits_until_the_others_have_read_it(monkeypatch):
+    """Small data are in the slot table, in records that later calls use again; the result is not."""
+    read, offered = SlotTable.read, []
+
+    def spied(table, number, expected, own_data, exposed):
+        entries = read(table, number, expected, own_data, exposed)
+        offered.append((exposed, entries.exposed))
+        return entries
+
+    monkeypatch.setattr(SlotTable, "read", spied)
+
+    def program():
+        with Mesh(data=4) as mesh:
+            for _ in range(3):
+                mesh.all_reduce(np.ones(9000, np.float32), out=np.empty(9000, np.float32))
+
+    run_threads(program, 4, nodes=list("aabb"))
+    assert (True, True) in offered and (True, False) not in offered

@@ -211,7 +211,10 @@ def _companion_files(source: str | Path | None) -> dict[str, bytes]:
         config = {**json.loads(files[TOKENIZER_CONFIG]), "tokenizer_class": "PreTrainedTokenizerFast"}
         return {TOKENIZER: files[TOKENIZER].encode(), TOKENIZER_CONFIG: _as_json(config)}
     paths = [Path(source, name) for name in BESIDE] if source is not None else []
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+    if not files.keys() & {TOKENIZER, "tokenizer.model", "vocab.json"}:
+        logger.warning("the folder has no tokenizer, which 'generate --model' needs: the run began without one")
+    return files
 
 
 def _special_tokens(source: str | Path | None) -> dict[str, Any]:
