@@ -182,7 +182,7 @@ def _bytes_of(metadata: Any, column: str) -> int:
     """The size of a column, and of what is in it, when it is not compressed."""
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     chunks = (group.column(number) for group in groups for number in range(metadata.num_columns))
-    return sum(each.total_uncompressed_size for each in chunks if each.path_in_schema.split(".")[0] == column)
+    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
 
 
 class _Table:
