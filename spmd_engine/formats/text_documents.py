@@ -67,7 +67,7 @@ class Document(NamedTuple):
         with _opened(self.file) as file:
             while chunk := file.read(CHUNK):
                 decoder.decode(chunk)  # only checked
-                _tell_zeros(chunk, self.file)
+                _tell_zeros(b"\0" in chunk, self.file)
                 yield chunk
             decoder.decode(b"", final=True)
 
@@ -122,8 +122,8 @@ def documents_among(
     """The files of a folder that have documents, and what each of the others is, by its name.
 
     Files of another kind, such as images, are left out; so are rows without documents where most files are texts, as
-    in a folder of source code. Files that the user has ``named`` are all read. Raises UsageError for the first file
-    that is to be left out if none remains, or if what it has are rows beside rows.
+    in a folder of source code. Files that the user has ``named`` are all read. Raises UsageError, naming the first of
+    the others, if no file remains, or if it has rows in a folder of rows.
     """
     texts, others = 0, dict[str, tuple[str, UsageError]]()
     for name in (name for name, size in files if size and name not in named):
@@ -147,17 +147,12 @@ def documents_among(
 def _is_text(name: str, columns: Columns | None) -> bool:
     """Whether a file is one text; if not, it has rows. Raises UsageError if its beginning shows that it has no
     documents."""
-    if rows := rows_of(name):
-        with _opened(name) as file:
+    with _opened(name) as file:
+        if rows := rows_of(name):
             for place, content in islice(rows(file, name, columns), 1):
                 document_of(name, columns, place, content)
-    elif Path(name.lower()).suffix not in _UNPACK:
-        with reading(f"{name} cannot be read"), open(name, "rb") as plain:
-            head = plain.read(_SAMPLE)
-        if not head.startswith(tuple(_MARKS)):
-            _check_kind(head, name)
-            if b"\0" in head and not _encoding_of(head):
-                raise _OtherKind(f"{name} is no text: it has bytes of zero", "with bytes of zero")
+        elif b"\0" in (head := file.peek(_SAMPLE)[:_SAMPLE]) and not _encoding_of(head):
+            raise _OtherKind(f"{name} is no text: it has bytes of zero", "with bytes of zero")
     return rows is None
 
 
@@ -272,7 +267,7 @@ def _whole_file(name: str, large: int) -> Document:
     if os.stat(name).st_size > large or Path(name.lower()).suffix in _UNPACK:
         return Document(file=name, source=name)
     with _opened(name) as file:
-        _tell_zeros(content := file.read(), name)
+        _tell_zeros(b"\0" in (content := file.read()), name)
         return Document(content.decode(), source=name)
 
 
@@ -388,18 +383,13 @@ class _OtherKind(UsageError):
         self.kind = kind
 
 
-def _check_kind(head: bytes, name: str) -> None:
-    """Raise UsageError if the beginning of a file shows that it is no text."""
+def _check_head(head: bytes, name: str) -> None:
+    """Raise UsageError if the beginning of a file shows that it is no text; log what its name does not say."""
     for signature, (kind, remedy) in _SIGNATURES.items():
         if head.startswith(signature):
             raise _OtherKind(f"{name} is no text: it is {kind}; {remedy}", kind)
     if len(head) - len(head.translate(None, _CONTROLS)) > _MOST_ODD * len(head):
         raise _refused(name, _encoding_of(head))
-
-
-def _check_head(head: bytes, name: str) -> None:
-    """``_check_kind``; log what its name does not say."""
-    _check_kind(head, name)
     if rows_of(name) is None and head.lstrip()[:1] == b"{":
         first, _, rest = head.partition(b"\n")
         try:
@@ -415,8 +405,8 @@ def _notice(text: str) -> None:
     logger.warning("%s", text)
 
 
-def _tell_zeros(content: str | bytes, name: str) -> None:
-    if "\0" in content if isinstance(content, str) else b"\0" in content:
+def _tell_zeros(has_some: bool, name: str) -> None:
+    if has_some:
         _notice(f"{name} has bytes of zero, which are read as they are: it may be damaged, or be no text")
 
 
@@ -646,7 +636,7 @@ def _table(file: Any, name: str, columns: Columns | None) -> Rows:
             if len(row) != len(names):
                 where = _where(name, lines.line_num)
                 raise UsageError(f"{where}: {len(row)} columns, but the first line names {len(names)}")
-            _tell_zeros(row[text] if text is not None else "".join(row), name)
+            _tell_zeros("\0" in (row[text] if text is not None else "".join(row)), name)
             if text is None:
                 yield lines.line_num, dict(zip(names, row, strict=True))
                 text = _only_text(names, columns)
