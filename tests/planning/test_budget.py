@@ -5,6 +5,7 @@ from math import inf
 
 import pytest
 
+from spmd_engine.cli.plan.page import print_plan
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.plan_result import Request
@@ -119,6 +120,14 @@ def test_a_conflict_contains_a_limit_that_the_closest_plan_breaks(monkeypatch):
     given = replace(request(20.0, fallback=()), limits=Limits(memory=1 << 30, latency=1e-9))
     assert find_plan(given).conflict.constraints == ("latency",)
     assert searched == [["latency"]]
+
+
+def test_the_page_names_the_constraints_that_time_left_unexamined(capsys):
+    result = find_plan(replace(request(20.0, fallback=()), limits=Limits(latency=1e-9)))
+    conflict = replace(result.conflict, constraints=("latency", "ranks", "batch_size"))
+    print_plan(replace(result, conflict=conflict, late=True))
+    said = "other ranks, batch size: not examined, since time ran out (--seconds 20)"
+    assert conflict.relaxations.keys() == {"latency"} and said in " ".join(capsys.readouterr().out.split())
 
 
 def test_better_neighbours_are_followed_from_the_best_starts():

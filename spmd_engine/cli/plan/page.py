@@ -163,6 +163,9 @@ def _print_conflict(console: Console, result: PlanResult) -> None:
         for text, plan in conflict.relaxations.values():
             price = f"a step {_seconds_of(plan)}, memory {result.limits.shown('memory', plan.memory)}"
             console.print(f"  {text}: {plan.candidate}; {price}")
+        if result.late and (others := [name for name in conflict.constraints if name not in conflict.relaxations]):
+            named = ", ".join(name.replace("_", " ") for name in others)
+            console.print(f"  other {named}: not examined, since {result.ended}")
         console.print()
 
 
