@@ -201,11 +201,12 @@ class Branch(Chain):
         self.layers = tuple((name, layer) for name, layer in layers if layer is not None)
         check_sizes(self.layers)
         self.may_cut, self.across, self.attends = inner.may_cut, inner.across, inner.attends
-        self.sizes, self.parameters = {}, {}
+        sizes: dict[str, int] = {}
+        self.parameters = {}
         for name, layer in self.layers:
-            self.sizes |= layer.sizes
+            sizes |= layer.sizes
             self.parameters |= {_full_name(name, key): parameter for key, parameter in layer.parameters.items()}
-        self.buffers, self.side_outputs = dict(inner.buffers), dict(inner.side_outputs)
+        self.sizes, self.buffers, self.side_outputs = sizes, dict(inner.buffers), dict(inner.side_outputs)
 
     def cost(self, length):
         return self.inner.cost(length)
