@@ -20,7 +20,7 @@ from spmd_engine.configuration import settings_of
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import IMAGES
-from spmd_engine.runtime.supervisor import RESTARTS
+from spmd_engine.runtime.launchers import RESTARTS
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.training.run_folder import read_job, read_run, run_folder
 from spmd_engine.training.train_config import OF_IMAGES, TrainConfig

@@ -37,6 +37,8 @@ _NAMES = {
 #: Where batch systems tell a job the number of processes it was given. PBS has a file with a line for each.
 _ALLOCATIONS = {"Slurm": "SLURM_NTASKS", "PBS": "PBS_NP", "LSF": "LSB_DJOB_NUMPROC", "Grid Engine": "NSLOTS"}
 
+RESTARTS = "SPMD_RESTARTS"  #: environment variable of ``launch``: how often it has restarted the job
+
 MPI_MIXED = "the launcher belongs to another MPI library"
 #: What to do about it, and the command that says more.
 NOT_MIXED = (

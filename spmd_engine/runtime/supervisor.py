@@ -12,6 +12,7 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 
 from spmd_engine.errors import UsageError
+from spmd_engine.runtime.launchers import RESTARTS
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
 from spmd_engine.runtime.relay import relayed_output
 from spmd_engine.runtime.signals import ENDING, REQUEUE, Handlers, Interrupted, exit_code
@@ -20,7 +21,6 @@ USAGE_ERROR = 2  #: exit code of a command that would fail again
 SIGNALLED = (*(128 + number for number in ENDING), REQUEUE)  #: exit codes of a job that a signal ended after a save
 #: Exit codes of a job with a killed rank: launchers differ.
 KILLED = (signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGKILL)
-RESTARTS = "SPMD_RESTARTS"  #: environment variable: the number of restarts
 LONGEST = 60.0  #: most seconds between two starts
 LONG = 600.0  #: seconds after which a script counts as having made progress
 UNHANDLED = 10.0  #: most seconds to hold a signal back while no rank has a handler for it

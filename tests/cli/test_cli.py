@@ -249,7 +249,8 @@ def test_infer_refuses_a_mesh_that_the_engine_does_not_take(infer_here):
 def test_infer_takes_a_folder_that_was_saved_or_a_file(infer_here, tmp_path, path):
     save_file({"w": np.full((4, 3), 2.0)}, tmp_path / "parameters.safetensors")
     code, _, err = infer_here((3, 4), "--engine", "served:Matrix", "--checkpoint", tmp_path / path)
-    assert (code, err) == (0, "") and np.load(tmp_path / "y.npy").shape == (3, 3)
+    assert (code, err) == (0, f"wrote {tmp_path / 'y.npy'}: float32[3, 3]\n")
+    assert np.load(tmp_path / "y.npy").shape == (3, 3)
 
 
 def test_infer_error_names_the_shape_of_an_engine(infer_here):

@@ -177,12 +177,12 @@ def test_names_of_the_hub_are_found_in_its_cache_alone(here, gpt2, tmp_path, mon
     assert code == 2 and "acme/tiny is no model: there is no such folder, and no snapshot of it in the hub's" in error
     assert "'hf download acme/tiny --local-dir tiny'" in error and error.count("\n") == 1
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    assert here(*ask) == (0, "", "")
+    assert here(*ask) == (0, "", "wrote y.npy: float32[1, 8, 23]\n")
     assert "tiny, 3,820 parameters" in here("plan", "--ranks", "2", "--axes", "data", "--model", "acme/tiny")[1]
     assert "acme/tiny: 3,820 parameters" in here("inspect", "--model", "acme/tiny")[1]
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-    assert here(*ask) == (0, "", "")
+    assert here(*ask) == (0, "", "wrote y.npy: float32[1, 8, 23]\n")
     shutil.copytree(FOLDERS / "llama", tmp_path / "acme" / "tiny")  # what is here comes first
     assert "acme/tiny: 3,820 parameters" not in here("inspect", "--model", "acme/tiny")[1]
 
@@ -191,7 +191,7 @@ def test_weights_are_served_in_float64_as_well(here, gpt2, tmp_path):
     reference = np.load(gpt2 / "reference.npz")
     np.save(tmp_path / "x.npy", reference["tokens"])
     ask = ["infer", "--model", "./gpt2", "--input", "x.npy", "--output", "y.npy"]
-    assert here(*ask, "--dtype", "float64") == (0, "", "")
+    assert here(*ask, "--dtype", "float64") == (0, "", "wrote y.npy: float64[2, 72, 23]\n")
     assert np.load(tmp_path / "y.npy").dtype == np.float64
     assert np.abs(np.load(tmp_path / "y.npy") - reference["logits64"]).max() < 1e-10
 
