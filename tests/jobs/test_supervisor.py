@@ -15,8 +15,8 @@ from spmd_engine.cli import main
 from spmd_engine.cli.launch import newest_checkpoint
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs.resolve import job_to_train
-from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec
 from spmd_engine.runtime.launchers import RESTARTS
+from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec
 from spmd_engine.runtime.supervisor import Supervisor
 from spmd_engine.training import TrainConfig
 from support import saved
