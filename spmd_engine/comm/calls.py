@@ -172,13 +172,8 @@ class Collective(PreparedCall, ABC):
 
     def steps(self, routing: Routing, number: int, x: Array, out: Array | None) -> Steps:
         """Offer arrays, agree, exchange unknown lengths, choose a transport, and move the data."""
-        home, local, target, event, ready = (
-            CPU,
-            x,
-            out,
-            None,
-            None,
-        )  # the event: when the result is complete, on a device
+        home, local, target = CPU, x, out
+        event = ready = None  # the event: when the result is complete, on a device
         on_host = type(x) is np.ndarray and (out is None or type(out) is np.ndarray)
         if not on_host or not x.flags.c_contiguous:
             home, local = backend_of(x), (yield from routing.ready(x))

@@ -53,10 +53,8 @@ class BroadcastCall(PreparedCall):
             return result.nbytes - part + part * (group.size - 1) if group.rank == root else part * (group.size - 2)
 
         fields = {} if group.rank == root else {"host": not on_device}
-        signature, where = (
-            group.signature("broadcast", root_array, root=root, **fields),
-            ("broadcast", group.axes, label),
-        )
+        where = "broadcast", group.axes, label
+        signature = group.signature("broadcast", root_array, root=root, **fields)
         payload, dtype = (root_array.nbytes, root_array.dtype) if root_array is not None else (0, None)
         return cls(signature, where, payload=payload, sent=sent, dtype=dtype)
 

@@ -36,11 +36,9 @@ Message = Mapping[str, Any]
 Rows = Iterator[tuple[int, Any]]  #: the place of each row, and its content
 Columns = Mapping[str, str]  #: the names of columns or keys, by what they hold: {"text": "article"}
 
-EMPTY, NO_ANSWER, NO_TEXT = (
-    "empty",
-    "without an answer",
-    "a number or a list instead of a text",
-)  #: why a row is left out
+# Why a row is left out.
+EMPTY, NO_ANSWER = "empty", "without an answer"
+NO_TEXT = "a number or a list instead of a text"
 
 
 class Document(NamedTuple):
