@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -13,13 +13,14 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.engine.batch import MicroBatch
 from spmd_engine.engine.state.assignment import Index
+from spmd_engine.layers.contract import Signed
 from spmd_engine.losses import mean_squared_error
 
 Loss = Callable[..., tuple[float, Array]]
 Metric = Callable[..., float]
 
 
-class EngineDefinition(ABC):
+class EngineDefinition(metaclass=Signed):
     """What a ``ShardedEngine`` must define, what it declares, and what it may replace.
 
     Define three methods. Their arguments and results are this rank's blocks.

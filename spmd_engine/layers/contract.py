@@ -6,9 +6,10 @@ callers, and the package's own layers pay nothing for them.
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from inspect import isfunction, signature
+from inspect import Signature, isfunction, signature
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,17 @@ if TYPE_CHECKING:
 
 PACKAGE = __name__.partition(".")[0] + "."
 DECLARED = {"parameters": Parameter, "buffers": Buffer, "side_outputs": SideOutput}
+
+
+class Signed(ABCMeta):
+    """The class of classes that are called in a way of their own: their signature is that of ``__init__``."""
+
+    @property
+    def __signature__(cls) -> Signature:
+        if cls.__init__ is object.__init__:
+            return Signature()
+        found = signature(cls.__init__)
+        return found.replace(parameters=[*found.parameters.values()][1:])
 
 
 def is_checked(kind: type) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABCMeta, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -15,6 +15,7 @@ from spmd_engine.comm.pending import Deferred
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.layers.contract import (
+    Signed,
     check_backward_input,
     check_backward_weight,
     check_declarations,
@@ -62,7 +63,7 @@ class Extra:
     decided: Any = None
 
 
-class _Checked(ABCMeta):
+class _Checked(Signed):
     """The class of layers: what a layer declares is checked when it has been made."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:

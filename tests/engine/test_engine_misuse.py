@@ -1,5 +1,7 @@
 """What is refused of a subclass of ShardedEngine, of its batches and of its trainer: each mistake in one line."""
 
+from inspect import signature
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
 from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.optimizers import WarmupCosine
 from spmd_engine.errors import UsageError
-from spmd_engine.layers import Attention, LayerNorm, Residual
+from spmd_engine.layers import MLP, Attention, LayerNorm, Residual
 from spmd_engine.losses import cross_entropy, mean_squared_error
 from spmd_engine.models import two_layers
 from spmd_engine.training import Observer, Run, Trainer
@@ -550,3 +552,13 @@ OF_WRONG_TYPES = {
 def test_a_value_of_a_wrong_type_is_refused_where_it_is_given(message):
     with pytest.raises(UsageError, match=message):
         OF_WRONG_TYPES[message]()
+
+
+def test_classes_of_engines_and_layers_show_the_arguments_of_their_constructors():
+    """Programs that make an engine by its arguments' names, help() and notebooks ask for them."""
+
+    class Own(ShardedEngine):
+        def __init__(self, mesh, hidden=3): ...
+
+    assert str(signature(Own)) == "(mesh, hidden=3)"
+    assert [*signature(MLP).parameters][:2] == ["width", "hidden"]
