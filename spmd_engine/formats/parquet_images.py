@@ -74,9 +74,8 @@ class OpenRows:
         kind = ImageKind(height, width, channels, self.rows.pixels)
         pixels = np.empty((len(chosen), *self.shape[1:]), self.dtype)
         groups = np.searchsorted(self._starts, chosen, "right") - 1
-        for group in sorted(
-            np.unique(groups).tolist(), key=lambda group: group not in self._kept
-        ):  # first what is kept
+        kept_first = sorted(np.unique(groups).tolist(), key=lambda group: group not in self._kept)
+        for group in kept_first:
             images, file = self._read(group), self.rows.files[group]
             first = self._starts[self.rows.files.index(file)]
             for at in np.flatnonzero(groups == group):

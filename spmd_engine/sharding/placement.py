@@ -293,9 +293,10 @@ def exchange_placements(group: Group, held: Mapping[str, Held], *, label: str = 
         rows.append(gathered[at : at + 2 + int(gathered[at + 1])])
         at += len(rows[-1])
     members: dict[int, list[int]] = {}  # the ranks that have equal patterns
-    for rank, number in enumerate([int(row[0]) for row in rows]):
+    numbers_of_patterns = [int(row[0]) for row in rows]
+    for rank, number in enumerate(numbers_of_patterns):
         members.setdefault(number, []).append(rank)
-    patterns = of_equal_ranks(group, pattern, [int(row[0]) for row in rows], label)
+    patterns = of_equal_ranks(group, pattern, numbers_of_patterns, label)
     classes = []
     for ranks in members.values():
         numbers_of_ranks = np.concatenate([rows[rank][2:] for rank in ranks]).reshape(len(ranks), -1)
