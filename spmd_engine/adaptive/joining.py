@@ -21,7 +21,7 @@ import re
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from math import inf
 from pathlib import Path
 from threading import Event, Thread
@@ -32,6 +32,7 @@ from spmd_engine.checkpoints.format.folder import LOCK
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.comm.world import Port, open_port
+from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.files import RequestFile, check_owner, open_private, open_regular
@@ -157,31 +158,20 @@ class HolderWatch:
 
 
 @dataclass(frozen=True)
-class JoinRequest:
+class JoinRequest(Configuration):
     """The request of ranks to join a running job, and to change its shape when they have."""
 
     FILE: ClassVar = "join.json"  #: in the folder of the run
 
-    ranks: int  #: that join
-    facts: Mapping[str, Any]  #: which must be those of the job; JSON
-    shape: ShapeRequest | None  #: to follow at once; None: the ranks stay idle
-    id: str
+    ranks: int = setting(MISSING, least=1, most=MOST)  #: that join
+    facts: Mapping[str, Any] = setting(MISSING)  #: which must be those of the job; JSON
+    shape: ShapeRequest | None = setting(MISSING)  #: to follow at once; None: the ranks stay idle
+    id: str = setting(MISSING)
 
-    @classmethod
-    def from_json(cls, content: Any) -> Self:
-        """The request that ``as_json`` describes; raises UsageError for anything else."""
-        if not isinstance(content, Mapping) or not re.fullmatch("[0-9a-f]{16}", str(content.get("id"))):
-            raise UsageError(f"{cls.FILE} is no request of the command 'join'")
-        ranks = content.get("ranks")
-        if type(ranks) is not int or not 0 < ranks <= MOST or not isinstance(content.get("facts"), Mapping):
-            raise UsageError(f"{cls.FILE} is no request of the command 'join': it lacks facts, or 1 to {MOST} ranks")
-        shape = content.get("shape")
-        shape = None if shape is None else ShapeRequest.from_json(shape, cls.FILE)
-        return cls(ranks, content["facts"], shape, content["id"])
-
-    def as_json(self) -> dict[str, Any]:
-        """The input of ``from_json``."""
-        return {**vars(self), "shape": self.shape and self.shape.as_json()}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not re.fullmatch("[0-9a-f]{16}", self.id) or not isinstance(self.facts, Mapping):
+            raise UsageError("this is no request of the command 'join': it lacks facts, or its number")
 
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,7 +243,7 @@ class JoinRequests:
         if (file := LockedFile.open(path)) is None:
             return
         try:
-            self.request = request = JoinRequest.from_json(file.content)
+            self.request = request = JoinRequest.from_json(file.content, JoinRequest.FILE)
             file.rename(self._folder / f"join-{request.id}.json")  # the next ranks can write theirs
         except (UsageError, OSError):
             file.close()

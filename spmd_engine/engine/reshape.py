@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar, Self
 
@@ -19,13 +19,13 @@ import numpy as np
 
 from spmd_engine.arrays.memory import return_freed_memory
 from spmd_engine.axes import MeshPosition, all_positions, axes_as_json, axes_text, count_ranks
+from spmd_engine.comm import Communicator, Group
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
-from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.connections import connections_of
-from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh, mesh_on, ranks_by_position
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.comm.world import Port, merged, part
+from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.build import composed_layout
 from spmd_engine.engine.helpers import AssignedLayers, passes_of
@@ -100,7 +100,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class ShapeRequest:
+class ShapeRequest(Configuration):
     """The request that a running job changes its shape."""
 
     FILE: ClassVar = "reshape.json"  #: in the folder of a run, which removes it when it answers
@@ -110,43 +110,32 @@ class ShapeRequest:
     at: int = 0  #: the number of steps after which the change is due
     model: str | None = None  #: the model that the composition was made for; None: any
     id: str = ""  #: repeated in the answer
-    protocol: str = "stop-and-copy"  #: one of ``PROTOCOLS``
-    within: float | None = None  #: seconds after which a live migration that is not complete is given up
+    protocol: str = setting("stop-and-copy", choices=PROTOCOLS)
+    within: float | None = setting(None, least=0)  #: seconds after which an incomplete live migration is given up
     #: layer -> each expert's part; None: as it is if the axes stay, else even
     experts: Mapping[str, Sequence[int]] | None = None
     dry_run: bool = False  #: only estimate, by each protocol, what the change would move, and its time
 
     @classmethod
-    def from_json(cls, content: Any, where: str) -> Self:
+    def from_json(cls, content: Any, where: str = "", base: Self | None = None) -> Self:
         """The request that ``as_json`` describes; raises UsageError for anything else."""
+        request = super().from_json(content, where, base)
+        experts = {} if request.experts is None else request.experts
         fits = {
-            "composition": lambda value: isinstance(value, Mapping),
-            "ranks": _are_numbers,
-            "at": lambda value: type(value) is int,
-            "model": lambda value: isinstance(value, str),
-            "id": lambda value: isinstance(value, str),
-            "protocol": lambda value: isinstance(value, str),
-            "within": lambda value: type(value) in (int, float) and value >= 0,
-            "experts": lambda value: isinstance(value, Mapping) and all(map(_are_numbers, value.values())),
-            "dry_run": lambda value: isinstance(value, bool),
+            "composition": isinstance(request.composition, Mapping),
+            "ranks": request.ranks is None or _are_numbers(request.ranks),
+            "experts": isinstance(experts, Mapping) and all(map(_are_numbers, experts.values())),
         }
-        if not isinstance(content, Mapping) or not isinstance(content.get("composition"), Mapping):
-            raise UsageError(f"{where}: it must be an object with an object 'composition', as 'migrate' writes it")
-        for name, value in content.items():
-            if name not in fits:
-                raise UsageError(f"{where}: unknown field {name!r}; {one_of(name, fits)}")
-            if value is not None and not fits[name](value):
-                raise UsageError(f"{where}: {name} is {value!r}")
-        if content.get("protocol", PROTOCOLS[0]) not in PROTOCOLS:
-            raise UsageError(f"{where}: protocol {content['protocol']!r}; {one_of(content['protocol'], PROTOCOLS)}")
-        return cls(**{name: value for name, value in content.items() if value is not None})
+        for name in (name for name, holds in fits.items() if not holds):
+            raise UsageError(f"{where}: {name} is {getattr(request, name)!r}")
+        return request
 
     def as_json(self) -> dict[str, Any]:
         """The input of ``from_json``."""
         composition = dict(self.composition)
         if isinstance(mesh := composition.get("mesh"), Mapping):  # it may also be text
             composition["mesh"] = axes_as_json(mesh)
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"composition": composition}
+        return {**super().as_json(), "composition": composition}
 
     @property
     def shape(self) -> Shape:

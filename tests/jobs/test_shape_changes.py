@@ -287,10 +287,11 @@ def test_a_model_that_cannot_be_placed_leaves_all_as_it_was(tmp_path, monkeypatc
     "content, reason",
     [
         ("{", "reshape.json"),
-        ("[]", "it must be an object with an object 'composition'"),
+        ("[]", "it must be an object, {...}, not []"),
+        ('{"ranks": [0]}', "the field 'composition' is missing"),
         ('{"composition": {}, "rank": 1}', "unknown field 'rank'; did you mean 'ranks'"),
         ('{"composition": {}, "ranks": ["a"]}', "ranks is ['a']"),
-        ('{"composition": {}, "protocol": "lively"}', "protocol 'lively'; did you mean 'live'?"),
+        ('{"composition": {}, "protocol": "lively"}', "protocol is 'lively'; did you mean 'live'?"),
     ],
 )
 def test_a_file_that_is_no_request_is_answered_and_removed(tmp_path, content, reason):
