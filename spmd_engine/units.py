@@ -1,4 +1,4 @@
-"""Bytes and seconds as texts."""
+"""Bytes, seconds and lists of numbers as texts."""
 
 from __future__ import annotations
 
@@ -45,6 +45,21 @@ def _quantity(text: str, where: str, units: Mapping[str, float], wanted: str) ->
     return float(match[1]) * units.get(match[2].upper(), 1)
 
 
+def numbers_of(text: str, where: str, wanted: str, least: int = 0) -> tuple[int, ...]:
+    """The whole numbers of ``"16,8"``; raises UsageError, which says what is ``wanted``, for other texts and below
+    ``least``.
+
+    >>> numbers_of("16,8", "--shape", "whole numbers, as in 16,8")
+    (16, 8)
+    """
+    if not all(number.strip().isdecimal() for number in text.split(",")):
+        raise UsageError(f"{where} {text}: write {wanted}")
+    numbers = tuple(map(int, text.split(",")))
+    if min(numbers) < least:
+        raise UsageError(f"{where} {text}: sizes must be from {least}")
+    return numbers
+
+
 def exact_bytes(count: int) -> str:
     """Bytes as a whole number of the largest possible binary unit; the inverse of ``bytes_of``.
 
@@ -75,10 +90,7 @@ def readable_rate(rate: float) -> str:
     >>> readable_rate(1.2e9)
     '1.2 GB/s'
     """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if rate >= size:
-            return f"{rate / size:.3g} {unit}/s"
-    return f"{rate:.3g} B/s"
+    return _in_largest(rate, {"TB/s": 1e12, "GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "B/s": 1.0})
 
 
 def readable_seconds(seconds: float) -> str:
@@ -87,12 +99,13 @@ def readable_seconds(seconds: float) -> str:
     >>> readable_seconds(0.01234)
     '12.3 ms'
     """
-    if seconds >= 3600:
-        return f"{seconds / 3600:.3g} h"
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+    return _in_largest(seconds, {"h": 3600.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9})
+
+
+def _in_largest(number: float, units: Mapping[str, float]) -> str:
+    """A number with three digits, in the first unit that is not larger, or in the last one."""
+    unit = next((unit for unit, size in units.items() if number >= size), [*units][-1])
+    return f"{number / units[unit]:.3g} {unit}"
 
 
 def readable_loss(loss: float) -> str:

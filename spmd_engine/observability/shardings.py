@@ -20,25 +20,21 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE, Assignment, assign, homes_of, misfit, parse_shares
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_json, read_text, reading
-from spmd_engine.layers import Parameter
-from spmd_engine.layers.declarations import Buffer
+from spmd_engine.layers import Buffer, Parameter
 from spmd_engine.models import Model
 from spmd_engine.observability.render import text_table
-from spmd_engine.sharding.experts import routing_table
+from spmd_engine.sharding import Layout, routing_table
 from spmd_engine.sharding.groups import Home
-from spmd_engine.sharding.layout import Layout
 from spmd_engine.training.observers import MetricsFile
 from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.units import numbers_of
 
 # --- ``show sharding``: an array's blocks over the ranks, as JAX's ``visualize_array_sharding`` draws them
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """``"8,6"`` as (8, 6); raises UsageError for anything else."""
-    sizes = [size.strip() for size in text.split(",")] if text.strip() else []
-    if not all(size.isdecimal() for size in sizes):
-        raise UsageError(f"cannot read shape {text!r}; write whole numbers as in 8,6")
-    return tuple(map(int, sizes))
+    return numbers_of(text, "--shape", "whole numbers, as in 8,6") if text.strip() else ()
 
 
 def with_shares(spec: Spec, text: str | None, place: MeshPosition) -> Spec:

@@ -237,7 +237,7 @@ MISTAKES = {
     "at most 1024 can be drawn": ["mesh", "data=2000"],
     'axis "data", which the mesh does not have; there are: model': [*SHARDING, "model=2"],
     "has 2 dims, the array has shape (8,)": ["sharding", "b/data f", "--shape", "8", "--mesh", "data=2"],
-    "cannot read shape '8,x'": ["sharding", "b/data f", "--shape", "8,x", "--mesh", "data=2"],
+    "--shape 8,x: write whole numbers, as in 8,6": ["sharding", "b/data f", "--shape", "8,x", "--mesh", "data=2"],
     "cannot read sharding": ["sharding", "batch", "--shape", "8", "--mesh", "data=2"],
     "has 2000 blocks": [*SHARDING, "data=2000"],
     "--mesh is missing": SHARDING[:-1],
