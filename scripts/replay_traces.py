@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from policy_traces import SimulatedShapes, replay_trace, steps_of_optimum
 
-from spmd_engine.adaptive.decision_log import replay
+from spmd_engine.adaptive.adapter import replay
 from spmd_engine.adaptive.policy import Policy
 from spmd_engine.training.adapt_config import AdaptConfig
 

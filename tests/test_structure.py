@@ -82,7 +82,7 @@ STATE = {
     "sharding/routes.py: _parts": "the cache of a pure function",
     "sharding/halos.py: plan_halos": "the cache of a pure function",
     "sharding/resharding.py: _exchange_plan": "the cache of a pure function",
-    "tokens/chat.py: _process": "the process that runs chat templates, started once",
+    "tokens/encoding.py: _process": "the process that runs chat templates, started once",
     "training/data/array_data.py: epoch_order": "the cache of a pure function",
     "comm/notation.py: _parsed": "the cache of a pure function",
     "comm/communicators/threads.py: _libraries": "the libraries of linear algebra, until more modules are loaded",
@@ -229,7 +229,7 @@ ROOMS = {
     "overlapping layers": (
         r"overlap_layers|overlaps|within_overlap|parse_overlap|_overlap_of|^Overlap$",
         """
-        adaptive/advisor.py adaptive/candidates.py engine/parallel_config.py
+        adaptive/adapter.py adaptive/candidates.py engine/parallel_config.py
         engine/reshape.py engine/state/assignment.py planning/search/estimate.py planning/search/layer_costs.py
         planning/search/plan_search.py planning/search/search_space.py
         """,

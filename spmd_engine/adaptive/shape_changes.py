@@ -24,8 +24,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.files import RequestFile
 from spmd_engine.foreign import MOST_OF_REQUEST, json_at, reading
 from spmd_engine.runtime.activity import ranges
-from spmd_engine.training.hooks import Hook
-from spmd_engine.training.run import Run
+from spmd_engine.training import Hook, Run
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
 
@@ -160,7 +159,7 @@ class ShapeChanges(Hook):
             case todo.CheckShape(request):
                 return self._check(request)
             case todo.EstimateChange(shape):
-                from spmd_engine.adaptive.change_estimates import estimate_change  # which imports the dry run
+                from spmd_engine.adaptive.migration import estimate_change  # which imports the dry run
 
                 with self._phase("estimating a change of shape after step"):
                     by_protocol = estimate_change(self._reshaper, shape, self._step_seconds, self._run.folder)

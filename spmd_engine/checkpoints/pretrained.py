@@ -12,15 +12,12 @@ import numpy as np
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.checkpoints.hf.weights import Filled, Pretrained, adapter_options, read_adapters
 from spmd_engine.checkpoints.read import Sliceable
+from spmd_engine.comm import Group, Mesh
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ranks, on_rank_zero
-from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine import ModelConfig, ParallelConfig, build_engine
-from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine import LayeredEngine, ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import CheckpointError, UsageError, check_argument
 from spmd_engine.foreign import first_few
-from spmd_engine.models.load_config import load_config, located
-from spmd_engine.models.names import other_meaning
+from spmd_engine.models.names import load_config, located, other_meaning
 
 
 def with_shape(model: ModelConfig, group: Group) -> ModelConfig:

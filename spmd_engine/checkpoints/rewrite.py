@@ -14,7 +14,7 @@ from spmd_engine.checkpoints.format.blocks import HASH, block_name
 from spmd_engine.checkpoints.format.folder import CheckpointFolder, RunLock, discard
 from spmd_engine.checkpoints.format.manifest import Arrays, file_name, stored_arrays
 from spmd_engine.checkpoints.format.write import HASHES, BlockToWrite, write_files
-from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_tensors
+from spmd_engine.checkpoints.hf.export import TensorToWrite, write_tensors
 from spmd_engine.checkpoints.hf.weights import as_it_is
 from spmd_engine.checkpoints.load_in_place import PartOfBlock, PartReader, read_file_header
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable
@@ -22,8 +22,7 @@ from spmd_engine.checkpoints.save import assign_blocks, file_facts
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_header import dtype_of, header
-from spmd_engine.sharding.placement import ArrayPlacement, Placement
-from spmd_engine.sharding.rectangles import Rectangle
+from spmd_engine.sharding import ArrayPlacement, Placement, Rectangle
 
 
 def export_checkpoint(

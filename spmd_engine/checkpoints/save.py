@@ -28,8 +28,7 @@ from spmd_engine.checkpoints.format.manifest import (
 )
 from spmd_engine.checkpoints.format.write import BlockToWrite, WrittenFile, write_files
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_rank_zero, text_from_rank_zero
-from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine import LayeredEngine, ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.state.assignment import shares_text
 from spmd_engine.errors import CheckpointError, UsageError, check_argument

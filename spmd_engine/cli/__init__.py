@@ -97,7 +97,8 @@ SHORTAGES = {
 @click.group(
     cls=LazyGroup,
     package=__name__,
-    modules={name: name for names in COMMANDS.values() for name in names} | {"join": "migrate"},
+    modules={name: name for names in COMMANDS.values() for name in names}
+    | {"join": "migrate", "eval": "generate", "inspect": "show"},
     headings=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )

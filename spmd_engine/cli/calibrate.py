@@ -28,8 +28,7 @@ from spmd_engine.planning.machine.measure import IDLE, SECONDS, measure_machine,
 from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training import Trainer
-from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.training import TrainConfig, Trainer
 from spmd_engine.training.workload import make_trainer, open_workload
 
 

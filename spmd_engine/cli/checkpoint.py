@@ -16,9 +16,8 @@ from spmd_engine.checkpoints.hf.export import NAMES, export_adapters, export_ggu
 from spmd_engine.checkpoints.hf.weights import Pretrained, merged
 from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard_checkpoint
 from spmd_engine.cli.values import Choice, WholeRange
+from spmd_engine.comm import Group, Mesh
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
-from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending
 from spmd_engine.foreign import reading

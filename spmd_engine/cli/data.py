@@ -12,11 +12,10 @@ from typing import Any
 import click
 
 from spmd_engine.cli.options import open_mesh, takes_job
-from spmd_engine.cli.show_images import print_images
 from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.errors import UsageError
-from spmd_engine.files import check_ending
+from spmd_engine.files import check_ending, output_file
 from spmd_engine.foreign import first_few
 from spmd_engine.formats.text_documents import (
     ALL,
@@ -29,10 +28,10 @@ from spmd_engine.formats.text_documents import (
     parse_columns,
 )
 from spmd_engine.formats.token_file import TokenFile, is_token_file, open_token_file
-from spmd_engine.models.load_config import tokenizer_at
+from spmd_engine.models.names import tokenizer_at
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
-from spmd_engine.training.data.contact_sheet import holds_images
+from spmd_engine.training.data.contact_sheet import as_lines, holds_images, show_images
 from spmd_engine.training.data.prepare import FileSummary, encoded_document, prepare_with_summary
 from spmd_engine.training.data.token_data import check_digests
 from spmd_engine.training.train_config import TrainConfig
@@ -236,3 +235,18 @@ def _as_lines(document: dict[str, Any]) -> Iterator[str]:
             line, size = [], 0
     if shown < len(pieces):
         yield f"  ... {len(pieces) - shown:,} more tokens"
+
+
+# --- Data sets of images
+
+
+def print_images(path: str, count: int, output: str, as_json: bool) -> None:
+    """Print the classes of a data set of images, and what of it is not read; write ``output``, its contact sheet."""
+    check_ending("--output", output, ".png")
+    facts, sheet = show_images(path, count)
+    with output_file(Path(output)) as file:
+        file.write(sheet)
+    if as_json:
+        click.echo(json.dumps({**facts, "sheet": output}))
+    else:
+        click.echo("\n".join([*as_lines(facts), f"wrote {output}"]))

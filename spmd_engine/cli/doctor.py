@@ -11,9 +11,8 @@ from typing import Any
 import click
 from rich.console import Console
 
+from spmd_engine.comm import Mesh, world
 from spmd_engine.comm.agreement.rank_zero import gather_json
-from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.world import world
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import reason
 from spmd_engine.observability.facts import facts_of_rank, facts_of_ranks

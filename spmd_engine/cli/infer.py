@@ -10,10 +10,8 @@ import click
 import numpy as np
 
 from spmd_engine.arrays.precision import HALVES, dtype_of
-from spmd_engine.checkpoints import Checkpoint, load_checkpoint
-from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.cli.options import LongCommand, open_mesh, served_model, takes_job
-from spmd_engine.cli.text_model import (
+from spmd_engine.checkpoints import Checkpoint, load_checkpoint, open_pretrained
+from spmd_engine.cli.generate import (
     HELP,
     SERVED,
     check_weights,
@@ -23,14 +21,13 @@ from spmd_engine.cli.text_model import (
     tokenizer_of,
     tokens_in,
 )
+from spmd_engine.cli.options import LongCommand, open_mesh, served_model, takes_job
 from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
-from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.build import build_engine
+from spmd_engine.engine import LayeredEngine, ShardedEngine, build_engine
 from spmd_engine.engine.distributed import check_dtype, check_mesh, make_engine
-from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.foreign import reading

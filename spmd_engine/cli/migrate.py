@@ -27,7 +27,7 @@ from spmd_engine.runtime.activity import ranges
 from spmd_engine.training.observers import EventLog
 from spmd_engine.training.run_folder import run_folder
 from spmd_engine.training.train_config import TrainConfig
-from spmd_engine.units import SECONDS, readable_bytes, readable_seconds
+from spmd_engine.units import SECONDS, numbers_of, readable_bytes, readable_seconds
 
 EVERY = 0.1  #: seconds between two looks for the answer
 MOST_MOVES = 8  #: pairs of ranks that a line lists
@@ -106,9 +106,7 @@ def migrate(
         raise UsageError(f"--protocol {protocol} with --dry-run, which prints all protocols: omit one")
     ParallelConfig().changed(**values)  # raises UsageError for a value that no mesh permits
     how: dict[str, Any] = {"within": wait, "experts": _experts(experts), "dry_run": dry_run}
-    request = ShapeRequest(
-        values, parse_ranks(ranks), at or 0, model, os.urandom(8).hex(), protocol or PROTOCOLS[0], **how
-    )
+    request = ShapeRequest(values, _ranks(ranks), at or 0, model, os.urandom(8).hex(), protocol or PROTOCOLS[0], **how)
     events = JsonLines(log)
     events.open()
     for _ in events:  # those before the request
@@ -162,14 +160,9 @@ def _estimate_text(estimate: Mapping[str, Any]) -> str:
     return f"about {times[0]}, {stops}; {what}"
 
 
-def parse_ranks(text: str | None) -> list[int] | None:
-    """The numbers in a text such as 0,1,3; None for None. Raises UsageError for other texts."""
-    if text is None:
-        return None
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--ranks {text}: write the numbers of ranks, as in 0,1,3") from None
+def _ranks(text: str | None) -> tuple[int, ...] | None:
+    """The numbers in ``--ranks``; None for None."""
+    return numbers_of(text, "--ranks", "the numbers of ranks, as in 0,1,3") if text is not None else None
 
 
 def _experts(text: str | None) -> dict[str, list[int]] | None:
@@ -238,7 +231,7 @@ def join(run: str, ranks: str | None, wait: float, trust_code: bool, **options: 
     named = values.pop("model", None)
     if values or ranks is not None:
         ParallelConfig().changed(**values)  # raises UsageError for a value that no mesh permits
-        request = ShapeRequest(values, parse_ranks(ranks))
+        request = ShapeRequest(values, _ranks(ranks))
 
     def entered(numbers: list[int], step: int) -> None:
         click.echo(f"spmd_engine: joined {run} after step {step}, as rank(s) {ranges(numbers)}", err=True)

@@ -255,7 +255,7 @@ class DescribedModel(ModelConfig):
 
     def build(self, composition: ParallelConfig) -> Model:
         """The model; raises UsageError for a name that is neither a model nor a file."""
-        from spmd_engine.planning.model_file import planned_model
+        from spmd_engine.planning.planner import planned_model
 
         return planned_model(self.name, self.lora, composition)
 

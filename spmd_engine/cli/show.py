@@ -1,4 +1,4 @@
-"""``show``: pictures of what the engine does, without starting a rank."""
+"""``show``, and ``inspect``: pictures of what the engine does, without starting a rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rich.console import Console
 
 from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.cli import CommandGroup
-from spmd_engine.cli.inspect import inspect
 from spmd_engine.cli.options import (
     LongCommand,
     axes_of,
@@ -30,6 +29,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.schedules.orders import named
 from spmd_engine.errors import UsageError
 from spmd_engine.observability.collective import EXAMPLES, MOST, draw_collective, transports_on_mesh
+from spmd_engine.observability.memory import draw_memory, draw_storage
 from spmd_engine.observability.run_record import RunRecord
 from spmd_engine.observability.shardings import (
     mean_loads,
@@ -37,6 +37,7 @@ from spmd_engine.observability.shardings import (
     parameter_sharding,
     parse_shape,
     placement_text,
+    print_shardings,
     with_shares,
 )
 from spmd_engine.observability.step import draw_communication, print_transfers
@@ -44,6 +45,40 @@ from spmd_engine.planning import analyze
 from spmd_engine.training.run_folder import read_run, run_folder
 from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import step_of
+
+WIDTH = 120  # least columns of a line, so that no name is truncated on narrow terminals
+
+
+@click.command(cls=LongCommand, short_help="Show how a model is sharded, and bytes per rank.")
+@takes_job("model", "images", "precision", "mixture", "lora", "composition", "optimizer", described=True)
+@click.option("--storage", is_flag=True, help="Print where each kind of array lives, instead.")
+@output_option
+def inspect(job: TrainConfig, storage: bool, output: Path | None) -> None:
+    """Print every parameter with its sharding ("d f/model": f divided over axis model) and what ranks hold.
+
+    No rank is started: any mesh can be inspected anywhere. Parameters are listed as layers use them; what --zero
+    shards is stored in parameter groups, and each pass makes one collective for each group.
+
+    The picture shows the bytes of parameters, gradients and optimizer state: with --zero rank by rank, without it under
+    each ZeRO stage. What is sharded is whole while it is used: the largest groups. 'analyze' adds activations. With
+    --storage, a table says of each kind of array which part a rank holds, in which dtype, where, and in how many bytes.
+
+    \b
+      python -m spmd_engine inspect --model gpt2 --mesh data=4,model=8 --output memory.svg
+      python -m spmd_engine inspect --model deep-mlp --mesh data=8 --zero 3 --group-threshold 500000
+      python -m spmd_engine inspect --model models/SmolLM2-135M --mesh data=2,model=2 --lora-rank 8
+    """
+    axes = dict(job.composition.mesh or {"data": 1})
+    model, composition = model_on(axes, job)
+    console = Console(highlight=False, width=max(WIDTH, Console().width))
+    if storage:
+        present(draw_storage(job, model, composition), output, console)
+        return
+    picture = draw_memory(job, model, composition)
+    print_shardings(console, job, model, composition)
+    console.print()
+    present(picture, output, console)
+
 
 MOST_PARTS = 64  #: micro-batches that can be drawn
 

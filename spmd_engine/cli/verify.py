@@ -15,24 +15,21 @@ from spmd_engine.arrays.precision import HALVES, emulated
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.options import LongCommand, chosen_settings, open_mesh, print_notices, takes_job
 from spmd_engine.cli.values import NumberRange, WholeRange
+from spmd_engine.comm import Mesh, world
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
-from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.world import world
-from spmd_engine.engine import ModelConfig, ParallelConfig
-from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.build import build_engine
+from spmd_engine.engine import SGD, AdamW, ModelConfig, ParallelConfig, ShardedEngine, build_engine
 from spmd_engine.engine.distributed import check_mesh
 from spmd_engine.engine.helpers import follow_orders
-from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import MappedArray, npz_names, read_npz
 from spmd_engine.models.user_code import code_named, is_code
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.units import numbers_of
 from spmd_engine.verification import Report, engine_and_reference, engine_of_model, fill_zeros, mesh_of_one
 from spmd_engine.verification import verify as compare
-from spmd_engine.verification.activations import compare_activations
+from spmd_engine.verification.probe import compare_activations
 from spmd_engine.verification.reference import batches_for_model, batches_of_shape
 from spmd_engine.verification.report import HEADING
 
@@ -211,7 +208,9 @@ def _verify_user_engine(name: str, case: _Case) -> Report:
     if not case.options["input_shape"]:
         raise UsageError(f"verify {name} needs --input-shape N,N,...: the shape of whole inputs, the batch first")
     make = code_named(name, "verify", named_in="")
-    return _verify_constructed(name, make, _parse_shape(case.options["input_shape"]), case)
+    return _verify_constructed(
+        name, make, numbers_of(case.options["input_shape"], "--input-shape", "whole numbers, as in 16,8", 1), case
+    )
 
 
 def _verify_page(name: str, case: _Case) -> Report:
@@ -272,16 +271,6 @@ def _compare(
         on_step=lambda step: echo(f"{HEADING}\n{step}" if step.step == 1 else step),
         exact=exact,
     )
-
-
-def _parse_shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(n) for n in text.split(","))
-    except ValueError:
-        raise UsageError(f"--input-shape {text}: write whole numbers, as in 16,8") from None
-    if min(shape) < 1:
-        raise UsageError(f"--input-shape {text}: sizes must be from 1")
-    return shape
 
 
 # --- ``verify --import PATH --reference FILE``: an imported model and activations of another program

@@ -22,7 +22,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs.resolve import resolve
-from spmd_engine.models.load_config import short_name
+from spmd_engine.models.names import short_name
 from spmd_engine.planning.dry_run.first_step_check import first_step_check
 from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.runtime.signals import StopFlag

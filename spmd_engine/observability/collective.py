@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from spmd_engine.axes import all_positions
+from spmd_engine.comm import Mesh, run_threads
 from spmd_engine.comm.agreement.signature import Signature
-from spmd_engine.comm.communicators.threads import run_threads
 from spmd_engine.comm.connections import Tuning, even_nodes
 from spmd_engine.comm.dispatch import choose, inline_between_nodes, inline_limit
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.slot_table import room_of
 from spmd_engine.comm.transports.transport import Facts
 from spmd_engine.pictures import COLOURS, PALE, Cell, Picture, text

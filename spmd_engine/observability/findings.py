@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from statistics import median
 from typing import Any
@@ -37,25 +38,14 @@ Ranks = Sequence[Facts]
 class CheckResult:
     """The state of one thing, and what to do about it."""
 
-    name: str
     state: str  #: GOOD, WARNING or ERROR
+    name: str
     text: str
     remedy: str = ""
 
 
-def good(name: str, text: str) -> CheckResult:
-    """A check that found nothing wrong."""
-    return CheckResult(name, GOOD, text)
-
-
-def warning(name: str, text: str, remedy: str) -> CheckResult:
-    """A check that found what may slow a job down or surprise its user."""
-    return CheckResult(name, WARNING, text, remedy)
-
-
-def error(name: str, text: str, remedy: str) -> CheckResult:
-    """A check that found what makes a job fail."""
-    return CheckResult(name, ERROR, text, remedy)
+#: A check that found nothing wrong; what may slow a job down or surprise its user; and what makes a job fail.
+good, warning, error = (partial(CheckResult, state) for state in (GOOD, WARNING, ERROR))
 
 
 def diagnose(ranks: Ranks, together: Facts, world_error: str = "") -> list[CheckResult]:
@@ -202,8 +192,8 @@ def _cores(ranks: Ranks) -> Iterator[CheckResult]:
         if threads > share:
             setting = ", ".join(f"{key}={value}" for key, value in asked.items()) or "by default"
             yield CheckResult(
-                "threads",
                 ERROR if threads >= 4 * share else WARNING,
+                "threads",
                 f"{threads} BLAS threads a rank, {len(members)} rank(s) on {len(usable)} cores ({setting})",
                 f"unset {' and '.join(asked) or 'what sets the threads'}, or set it to {share}",
             )
@@ -232,8 +222,8 @@ def _memory(ranks: Ranks) -> Iterator[CheckResult]:
         yield error("shared memory", text, "mount it as tmpfs")
     elif rooms[n] < LEAST_SHARED:
         yield CheckResult(
-            "shared memory",
             ERROR if room["free"] < NO_SHARED else WARNING,
+            "shared memory",
             f"/dev/shm{on} has {readable_bytes(room['free'])} free for {local[_host(ranks[n])]} rank(s)",
             "enlarge it (docker run --shm-size=4g), or remove files of ended jobs from it",
         )

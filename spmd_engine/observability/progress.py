@@ -13,10 +13,8 @@ from typing import Any
 from spmd_engine.models.names import IMAGES
 from spmd_engine.runtime.activity import ranges
 from spmd_engine.runtime.launchers import CLEAR_BELOW, terminal
-from spmd_engine.training.data.corpus import Corpus
+from spmd_engine.training import Corpus, Observer, Run
 from spmd_engine.training.expert_load import ExpertLoad
-from spmd_engine.training.observers import Observer
-from spmd_engine.training.run import Run
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
 from spmd_engine.units import clock_time, readable_bytes, readable_loss

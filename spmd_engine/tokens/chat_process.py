@@ -1,7 +1,7 @@
 """A separate process that writes conversations by chat templates, which are untrusted programs.
 
-A template can loop forever, allocate all memory, or overflow the stack of its process. ``tokens.chat`` starts this file
-by its path, so it imports nothing of the package. A request is a line of JSON, and so is its answer.
+A template can loop forever, allocate all memory, or overflow the stack of its process. ``tokens.encoding`` starts this
+file by its path, so it imports nothing of the package. A request is a line of JSON, and so is its answer.
 """
 
 import json

@@ -18,8 +18,7 @@ from ml_dtypes import finfo
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of, normal
-from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.batch import Batch
+from spmd_engine.engine import Batch, ShardedEngine
 from spmd_engine.engine.definition import Loss
 from spmd_engine.verification.bindings import Bindings, Name, place
 from spmd_engine.verification.reference import put_back

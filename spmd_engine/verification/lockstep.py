@@ -10,8 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_rank_zero
-from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.batch import Batch
+from spmd_engine.engine import Batch, ShardedEngine
 from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.errors import NotFiniteError, UsageError, check_argument, described

@@ -16,12 +16,9 @@ from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.communicators.threads import run_threads, solo
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
-from spmd_engine.engine import ModelConfig, ParallelConfig, build_engine
-from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.batch import Batch, batch_of
+from spmd_engine.engine import Batch, LayeredEngine, ModelConfig, ParallelConfig, ShardedEngine, batch_of, build_engine
 from spmd_engine.engine.contract import lack_of_parameters
 from spmd_engine.engine.distributed import make_engine
-from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError, WrongNumberOfRanks
 from spmd_engine.losses import mean_squared_error
 from spmd_engine.models import Model

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from spmd_engine import TrainConfig, run_threads, train
-from spmd_engine.adaptive import advisor
-from spmd_engine.adaptive.adapter import Adapter
-from spmd_engine.adaptive.decision_log import replay
+from spmd_engine.adaptive import adapter as adapters
+from spmd_engine.adaptive.adapter import Adapter, replay
 from spmd_engine.adaptive.planner_process import PlannerProposals
 from spmd_engine.training import Trainer
 from spmd_engine.training.adapt_config import AdaptConfig
@@ -82,8 +81,8 @@ def test_a_slow_rank_gets_less_until_it_recovers(tmp_path, monkeypatch):
 
 def test_a_boundary_moves_within_the_overlap_while_a_stage_is_slow(tmp_path, monkeypatch):
     """The overlap follows it; neither is a new home, so that the run returns."""
-    slow, changed = lambda step: [1, 0.5] if step <= 20 else [1, 1], advisor.Advisor.changed
-    monkeypatch.setattr(advisor.Advisor, "changed", lambda self, shape, seconds, step: changed(self, shape, 0.1, step))
+    slow, changed = lambda step: [1, 0.5] if step <= 20 else [1, 1], adapters.Advisor.changed
+    monkeypatch.setattr(adapters.Advisor, "changed", lambda self, shape, seconds, step: changed(self, shape, 0.1, step))
     changes = trained(tmp_path, {"pipe": 2}, slow, monkeypatch, seed=3, batch=4, overlap_layers="1", stages="0,3")
     boundaries = [(4, "2:4"), (4, 1), (5, "3:5"), (5, 1), (4, "4:6"), (4, 1)]
     assert list(changes.values()) == [f"mesh pipe=2 stages 0,{at} overlap_layers {held}" for at, held in boundaries]
@@ -125,7 +124,7 @@ def test_a_resumed_run_goes_on_with_its_decisions(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_keeps_the_others_waiting_is_left_out_and_comes_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(advisor, "BELIEVED", 15)
+    monkeypatch.setattr(adapters, "BELIEVED", 15)
     slow = lambda step: [1, 1, 0.001 if step <= 20 else 1]
     changes = trained(tmp_path, {"data": 3}, slow, monkeypatch, steps=60)
     assert [*changes.values()] == ["mesh data=2", "mesh data=3"]

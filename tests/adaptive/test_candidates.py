@@ -6,9 +6,8 @@ from math import prod
 import numpy as np
 import pytest
 
-from spmd_engine.adaptive.advisor import BELIEVED, Advisor
+from spmd_engine.adaptive.adapter import BELIEVED, Advisor, replay, resumed
 from spmd_engine.adaptive.candidates import BoundariesBySpeed, Outlook, Proposal, SharesBySpeed, kind_of_change, parts
-from spmd_engine.adaptive.decision_log import replay, resumed
 from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.reshape import Shape

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from spmd_engine.adaptive.decision_log import header, record, replay
+from spmd_engine.adaptive.adapter import header, record, replay
 from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.adaptive.policy import Policy, PolicyState, PredictedShape
 from spmd_engine.engine.parallel_config import ParallelConfig

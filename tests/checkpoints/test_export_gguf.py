@@ -14,9 +14,8 @@ from spmd_engine.checkpoints.hf.export import export_gguf, export_huggingface
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.gguf import read_gguf
-from spmd_engine.models.load_config import tokenizer_at
-from spmd_engine.tokens.gguf import gguf_tokenizer
-from spmd_engine.tokens.write_gguf import PROBES, facts_of_tokenizer
+from spmd_engine.models.names import tokenizer_at
+from spmd_engine.tokens.gguf import PROBES, facts_of_tokenizer, gguf_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = {path.stem.partition("-0000")[0]: path for path in sorted(GOLDEN.glob("gguf*/*.gguf"), reverse=True)}

@@ -20,7 +20,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.safetensors_file import folder_tensors
 from spmd_engine.layers import RotaryOptions
 from spmd_engine.models import DecoderConfig
-from spmd_engine.models.load_config import load_config
+from spmd_engine.models.names import load_config
 from support.pairwise import in_turn
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"

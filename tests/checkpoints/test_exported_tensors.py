@@ -11,9 +11,8 @@ from safetensors.numpy import load_file
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, save_checkpoint
-from spmd_engine.checkpoints.hf import exported_tensors
-from spmd_engine.checkpoints.hf.export import export_huggingface
-from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_tensors
+from spmd_engine.checkpoints.hf import export
+from spmd_engine.checkpoints.hf.export import TensorToWrite, export_huggingface, write_tensors
 from spmd_engine.checkpoints.hf.weights import as_it_is
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.checkpoints.read import Sliceable
@@ -22,7 +21,7 @@ from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_header import header
-from spmd_engine.models.load_config import load_config
+from spmd_engine.models.names import load_config
 from support import tiny
 from support.pairwise import in_turn
 
@@ -41,7 +40,7 @@ def stored_on(folder, source, axes, zero):
 @in_turn(6, axes=[{"data": 1}, {"model": 2}, {"data": 3}], ranks=[1, 3], at_once=[0, 200, 8 << 20])
 def test_blocks_are_read_once_and_come_to_their_places(tmp_path, monkeypatch, axes, ranks, at_once):
     """Of tensors that are large and small, of GPT-2's, where three parameters are in one, and with rows turned."""
-    monkeypatch.setattr(exported_tensors, "AT_ONCE", at_once)
+    monkeypatch.setattr(export, "AT_ONCE", at_once)
     monkeypatch.setattr("spmd_engine.checkpoints.save.assign_blocks.__kwdefaults__", {"block_bytes": 100})
     for family in ("gpt2", "llama"):
         source, folder, out = FOLDERS / family, tmp_path / family, tmp_path / f"{family}-out"
@@ -84,7 +83,7 @@ def test_work_is_shared_by_bytes(tmp_path):
         TensorToWrite(name, "F32", each.shape, {name: as_it_is(each.shape)}) for name, each in checkpoint.items()
     ]
     files = {tmp_path / "x.safetensors": tensors}
-    shares = [exported_tensors._share(checkpoint, files, rank, 4) for rank in range(4)]
+    shares = [export._share(checkpoint, files, rank, 4) for rank in range(4)]
     sizes = [[each.nbytes for _, each, _ in share] for share in shares]
     assert [size for own in sizes for size in own] == [each.nbytes for each in tensors]
     total = sum(map(sum, sizes))

@@ -12,7 +12,7 @@ from spmd_engine import Mesh
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.models.load_config import load_config
+from spmd_engine.models.names import load_config
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -22,8 +22,8 @@ from spmd_engine.formats.tensor import PlainTensor
 from spmd_engine.layers import RotaryOptions
 from spmd_engine.models.hf.read_config import read_config
 from spmd_engine.models.hf.write_config import config_json
-from spmd_engine.models.load_config import load_config
 from spmd_engine.models.mixture import Mixture
+from spmd_engine.models.names import load_config
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 WEIGHTS = "model.safetensors"

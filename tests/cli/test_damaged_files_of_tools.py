@@ -15,8 +15,8 @@ from other_systems.work import model_of
 from spmd_engine.cli.infer import read_inputs
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.model_file import planned_model
 from spmd_engine.planning.plan_result import PlanFile
+from spmd_engine.planning.planner import planned_model
 from spmd_engine.serving.sampling import read_generation_config
 from support.altered import in_bytes
 from support.damaged import JSON, TOML, Kind, check_damaged, in_array, text_file

@@ -193,7 +193,7 @@ def test_a_failed_allocation_is_one_line(here, monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr("spmd_engine.cli.inspect.model_on", fail)
+    monkeypatch.setattr("spmd_engine.cli.show.model_on", fail)
     code, _, errors = here("inspect", "--mesh", "data=2")
     assert code == 2
     assert errors == (
@@ -209,7 +209,7 @@ class Chatty(ByteTokenizer):
 
 def test_of_messages_the_reply_alone_is_printed(here, r, monkeypatch):
     pytest.importorskip("jinja2")
-    monkeypatch.setattr("spmd_engine.cli.text_model.ByteTokenizer", Chatty)
+    monkeypatch.setattr("spmd_engine.cli.generate.ByteTokenizer", Chatty)
     ask = ["generate", "--run", "r", "--tokens", "3", "--prompt", "Hello"]
     told = {each: here(*ask, *each.split())[1] for each in ("--chat", "--chat --echo", "", "--no-echo")}
     reply, written = (json.loads(here(*ask, *more, "--json")[1])["text"] for more in (["--chat"], []))

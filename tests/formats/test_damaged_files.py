@@ -20,7 +20,7 @@ from spmd_engine.checkpoints.hf.weights import Pretrained, adapter_options
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import documents, find_files
 from spmd_engine.formats.token_file import TokenFacts, add_to_digest, layout, open_token_file
-from spmd_engine.models.load_config import ends_at, load_config, tokenizer_at
+from spmd_engine.models.names import ends_at, load_config, tokenizer_at
 from spmd_engine.training.data.images import ImageRows, find_images
 from spmd_engine.training.train_config import TrainConfig
 from support.altered import gguf_of, in_bytes, in_words

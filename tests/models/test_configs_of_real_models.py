@@ -7,7 +7,7 @@ import pytest
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.decoder import decoder
 from spmd_engine.models.hf.read_config import read_config
-from spmd_engine.models.load_config import load_config
+from spmd_engine.models.names import load_config
 
 LLAMA3 = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,

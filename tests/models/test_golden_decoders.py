@@ -14,7 +14,7 @@ from spmd_engine.engine.build import build_engine
 from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.layers.attention.kv_cache import Cache
-from spmd_engine.models.load_config import load_config
+from spmd_engine.models.names import load_config
 from spmd_engine.models.weight_map import weight_map
 from support import parts, tiny
 from support.pairwise import in_turn

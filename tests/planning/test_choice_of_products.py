@@ -11,7 +11,7 @@ from spmd_engine.arrays import products as in_arrays
 from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, in_use
 from spmd_engine.cli import main
 from spmd_engine.errors import CheckpointError
-from spmd_engine.models.load_config import located
+from spmd_engine.models.names import located
 from spmd_engine.planning.machine import product_choice, products
 from spmd_engine.planning.machine.files import calibrated_file, default_machine
 from spmd_engine.planning.machine.product_choice import choose_products

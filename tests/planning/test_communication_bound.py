@@ -10,8 +10,7 @@ from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 from spmd_engine.planning.simulator import simulation
-from spmd_engine.planning.simulator.communication_bound import least_seconds
-from spmd_engine.planning.simulator.step_evaluation import evaluate_step
+from spmd_engine.planning.simulator.step_evaluation import evaluate_step, least_seconds
 
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=1), "gpt-nano")
 HOST = NodeKind("host", 2, 1, {"float32": Curve.flat(2e10)}, 1e10, Curve.flat(1e10), Link(1e-5, 5e9))

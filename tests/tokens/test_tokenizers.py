@@ -9,9 +9,9 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.errors import UsageError
-from spmd_engine.models.load_config import tokenizer_at
+from spmd_engine.models.names import tokenizer_at
 from spmd_engine.tokens import ByteTokenizer, TextStream
-from spmd_engine.tokens.chat import _process, chat_text
+from spmd_engine.tokens.encoding import _process, chat_text
 from spmd_engine.training.data.prepare import prepare
 from support.altered import gguf_of
 
@@ -368,7 +368,7 @@ def test_templates_find_what_transformers_gives_them(template, expected):
 def test_templates_that_cannot_be(template, message, monkeypatch):
     pytest.importorskip("jinja2")
     # To fill a process's memory takes seconds on a busy machine: only one of the two limits is near in each case.
-    monkeypatch.setattr("spmd_engine.tokens.chat.SECONDS", 0.2 if "computes" in message else 60)
+    monkeypatch.setattr("spmd_engine.tokens.encoding.SECONDS", 0.2 if "computes" in message else 60)
     with pytest.raises(UsageError, match=message) as caught:
         chat_text(Chatty(template), [{"role": "system", "content": "x"}])
     assert "\n" not in str(caught.value)

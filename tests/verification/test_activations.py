@@ -11,7 +11,7 @@ from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Layer
-from spmd_engine.verification.activations import compare_activations
+from spmd_engine.verification.probe import compare_activations
 from support import tiny
 
 FOLDER = Path(__file__).parents[1] / "golden" / "decoders" / "qwen3"

@@ -31,7 +31,7 @@ def assert_equal(found, expected):
 
 
 def test_a_value_of_a_verification_is_read_as_it_was_sent():
-    from spmd_engine.verification.messages import packed, unpacked
+    from spmd_engine.verification.comparison import packed, unpacked
 
     rng = np.random.default_rng(0)
     arrays = [rng.random((2, 3)).T, np.arange(7, dtype=np.uint8), np.empty((0, 4)), np.array(True)]
@@ -45,7 +45,7 @@ def test_a_value_of_a_verification_is_read_as_it_was_sent():
 
 @pytest.mark.parametrize("kind", ["os:system", "builtins:eval", "spmd_engine.verification.report:escape"])
 def test_a_message_that_names_code_is_refused(kind):
-    from spmd_engine.verification.messages import unpacked
+    from spmd_engine.verification.comparison import unpacked
 
     head = json.dumps([kind, "true"]).encode()
     with pytest.raises(ValueError, match=f"a message has a value of {kind}, which is no record"):

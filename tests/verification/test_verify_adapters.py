@@ -14,8 +14,8 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.layers import low_rank
 from spmd_engine.layers.moe.routing import RouterOptions
 from spmd_engine.models import DecoderConfig, Mixture
-from spmd_engine.models.load_config import load_config
 from spmd_engine.models.lora import LoRAOptions
+from spmd_engine.models.names import load_config
 from spmd_engine.verification import Cause, engine_of_model, mesh_of_one, verify
 from spmd_engine.verification.reference import batches_for_model
 from support import tiny

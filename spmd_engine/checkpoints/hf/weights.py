@@ -20,13 +20,12 @@ from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.formats.safetensors_file import CONFIG, INDEX, ONE_FILE, folder_tensors, read_json, read_safetensors
 from spmd_engine.formats.tensor import FileTensor
 from spmd_engine.layers.low_rank import sides
-from spmd_engine.models.decoder import DecoderConfig, decoder
+from spmd_engine.models import DecoderConfig, Model, decoder
 from spmd_engine.models.gguf import IGNORED as OF_GGUF
 from spmd_engine.models.gguf import config_of_gguf
 from spmd_engine.models.hf.read_config import MULTIMODAL, text_tensors
-from spmd_engine.models.load_config import load_config, located
 from spmd_engine.models.lora import LoRAOptions, adapter_names, options_of_config, with_adapters
-from spmd_engine.models.model import Model
+from spmd_engine.models.names import load_config, located
 from spmd_engine.models.weight_map import HEADS, IGNORED, TensorSlice, WeightMap, gguf_weight_map, weight_map
 
 logger = logging.getLogger(__name__)

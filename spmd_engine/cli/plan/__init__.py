@@ -19,17 +19,16 @@ from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.jobs.resolve import request_for, unplanned
 from spmd_engine.models.names import IMAGES
-from spmd_engine.observability.run_prediction import compare_run
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.model_file import planned_model
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
-from spmd_engine.planning.planner import NOTHING_FITS, find_plan, fixed_plan
+from spmd_engine.planning.planner import NOTHING_FITS, find_plan, fixed_plan, planned_model
 from spmd_engine.planning.search.rank_order import PLACEMENTS
 from spmd_engine.planning.search.search import GOALS, Limits
 from spmd_engine.planning.search.search_space import FIXABLE
+from spmd_engine.planning.simulator.check_prediction import compare_run
 from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
-from spmd_engine.units import BYTES, SECONDS
+from spmd_engine.units import BYTES, SECONDS, numbers_of
 
 _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
 
@@ -214,12 +213,7 @@ def _ranks(options: Mapping[str, Any], axes: Mapping[str, int] | None, machine: 
 def _batch_sizes(text: str | None, model: str) -> list[int]:
     if text is None:
         return [OF_IMAGES["batch_size"] if model in IMAGES else TrainConfig().data.batch_size]
-    if not all(size.strip().isdecimal() for size in text.split(",")):
-        raise UsageError(f"--batch-size {text}: write a whole number, or several as in 16,32")
-    sizes = [int(size) for size in text.split(",")]
-    if min(sizes) < 1:
-        raise UsageError(f"--batch-size {text}: it must be from 1")
-    return sizes
+    return list(numbers_of(text, "--batch-size", "a whole number, or several as in 16,32", 1))
 
 
 def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.requirements import Case, Requirement, effect_along, effect_if, requirement
+from spmd_engine.sharding import Rectangle, Shards
 from spmd_engine.sharding.groups import CAP, THRESHOLD, Home, Member, ParameterGroup, Sum, make_groups
 from spmd_engine.sharding.layout import TENSOR, Layout
-from spmd_engine.sharding.rectangles import Rectangle
-from spmd_engine.sharding.shards import Shards
+from spmd_engine.units import numbers_of
 
 if TYPE_CHECKING:
     from spmd_engine.engine.parallel_config import ParallelConfig
@@ -242,11 +242,7 @@ def parse_shares(text: str | None, option: str, known: Mapping[str, int]) -> Sha
 
 def parse_order(text: str | None) -> tuple[int, ...] | None:
     """``"2,0,1"``, the rank at each position of the mesh, as ``Mesh`` takes it; None: node by node."""
-    if text is None:
-        return None
-    if not all(number.strip().isdecimal() for number in text.split(",")):
-        raise UsageError(f"--rank-order {text}: write the numbers of ranks, as in 2,0,1")
-    return tuple(map(int, text.split(",")))
+    return numbers_of(text, "--rank-order", "the numbers of ranks, as in 2,0,1") if text is not None else None
 
 
 def misfit(shares: Shares, axes: Mapping[str, int]) -> str | None:

@@ -21,20 +21,16 @@ from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, checked_axes, count_ranks, position_of, uneven_axes
 from spmd_engine.comm.blocks import span
-from spmd_engine.engine import ModelConfig, ParallelConfig
-from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.batch import Batch, make_batch
+from spmd_engine.engine import Batch, LayeredEngine, ModelConfig, ParallelConfig, ShardedEngine, make_batch
 from spmd_engine.engine.build import composed_assignment, composed_layout
 from spmd_engine.engine.distributed import DistributedEngine, make_engine
 from spmd_engine.engine.helpers import AssignedLayers
-from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.state.array_table import USED
 from spmd_engine.engine.state.assignment import BATCH, PIPE
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Documents, Layer, documents_of
-from spmd_engine.models.layouts import layout_for
-from spmd_engine.models.model import Model
+from spmd_engine.models import Model, layout_for
 from spmd_engine.models.user_code import name_of
 from spmd_engine.planning.dry_run.engine import DryRunEngine, PassCache, RecordedLayer, StepPasses
 from spmd_engine.planning.dry_run.rank_classes import (

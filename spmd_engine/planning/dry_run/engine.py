@@ -17,8 +17,7 @@ import numpy as np
 
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import Meter, metered
-from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm import Group, Mesh
 from spmd_engine.comm.pending import Pending, wait_for
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.layers.layer import ForwardContext, GradientSums, Layer

@@ -15,11 +15,9 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.axes import MeshPosition, Over, count_ranks, rank_grid
+from spmd_engine.comm import Group, Ledger, Mesh
 from spmd_engine.comm.blocks import joined, reduce_into
 from spmd_engine.comm.calls import PreparedCall
-from spmd_engine.comm.group import Group
-from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending, Progress
 from spmd_engine.comm.transports.shared_memory import CACHE
 from spmd_engine.errors import UsageError
