@@ -7,7 +7,6 @@ Pending, whose ``wait()`` returns the result. Arrays may have any NumPy dtype, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from operator import index
 from time import perf_counter
@@ -26,7 +25,7 @@ from spmd_engine.comm.exchange import COLLECTIVE_TAGS, Requests, settled
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.nccl_ranks import KEY_BYTES, NcclPair
 from spmd_engine.comm.pending import TIMEOUT, Operation, Pending, Queued, Steps
-from spmd_engine.comm.shared_memory.slot_table import CALLED, RELEASED
+from spmd_engine.comm.shared_memory.slot_table import RELEASED
 from spmd_engine.errors import MeshError, UsageError, described
 from spmd_engine.runtime.activity import Line
 
@@ -94,14 +93,15 @@ class Group:
         self, operation: str, x: Any, arguments: tuple, out: Any, label: str
     ) -> tuple[PreparedCall, Array | None]:
         """The prepared call, and ``x`` in its dtype. Raises UsageError if the call cannot be made."""
-        key: tuple = (operation, arguments, label)
-        if operation not in ("broadcast", "barrier") or x is not None:  # else from another rank, or none
+        if x is None and operation in ("broadcast", "barrier"):  # it comes from another rank, or there is none
+            key: tuple = operation, arguments, label
+        else:
             try:
                 key = operation, type(x), x.dtype, x.shape, arguments, label
             except AttributeError:
                 raise _no_array(operation, x) from None
         call = self._prepared.get(key) or self._keep(key, PREPARE[operation](self._routing, x, *arguments, label))
-        if x is not None and x.dtype != call.dtype:
+        if x is not None and x.dtype is not call.dtype and x.dtype != call.dtype:
             x = x.astype(call.dtype)
         if out is not None:
             call.check_out(x, out, self.size)
@@ -161,11 +161,10 @@ class Group:
         number, progress, spin_tests = self.connections.next_call(call.text), self.comm.progress, self.comm.spin_tests
         fits = out is None or (expected.same and type(out) is np.ndarray and out.shape == call.shape)
         with progress.lock:
-            if fits and table.is_free(number, call.signature.inline):
-                table.enter(number, call.signature, x, None, expected)
-                arrived = table.all_reached(number, CALLED)
-                arrived = arrived or progress.spin(partial(table.all_reached, number, CALLED), spin_tests)
-                entries = table.read(number, expected, x, False) if arrived else None
+            if fits and table.enter(number, call.signature, x, None, expected) is not None:
+                entries = table.read(number, expected, x, False)
+                if entries is None:
+                    entries = progress.spin(spin_tests, table.read, number, expected, x, False)
                 if entries is not None and entries.signatures is expected:
                     try:
                         result = call.finish(None if expected.same else expected, entries.blocks, out)

@@ -230,7 +230,7 @@ class Progress:
         with self.lock:
             pending.advance()
             while (awaited := pending.awaited) is not None and pending.error is None:
-                if spin_tests == 0 or not self.spin(awaited.is_met, spin_tests):
+                if spin_tests == 0 or not self.spin(spin_tests, awaited.is_met):
                     self._pending.append(pending)
                     break
                 pending.advance()
@@ -254,7 +254,7 @@ class Progress:
         try:
             with self.lock:
                 while not (wanted.done or wanted.error):
-                    if self.spin(wanted.is_ready, wanted.communicator.spin_tests):
+                    if self.spin(wanted.communicator.spin_tests, wanted.is_ready):
                         self._advance(wanted)
                     else:
                         self._wait_long_for(wanted, None if self._patient else timeout)
@@ -263,21 +263,19 @@ class Progress:
         if wanted.error is not None:
             raise wanted.error
 
-    def spin(self, is_met: Callable[[], bool], spin_tests: int) -> bool:
-        """Whether the condition holds within ``spin_tests`` tests.
+    def spin(self, spin_tests: int, test: Callable[..., Any], *arguments: Any) -> Any:
+        """The first true value of ``test(*arguments)`` within ``spin_tests`` more tests, or its last value.
 
         Where each rank has a core, the others usually arrive before a sleeping rank would wake.
         """
-        if is_met():
-            return True
+        if value := test(*arguments):
+            return value
         began = perf_counter()
         for _ in range(spin_tests):
-            if is_met():
+            if value := test(*arguments):
                 break
-        else:
-            spin_tests = 0
         self.idle_seconds += perf_counter() - began
-        return spin_tests > 0
+        return value
 
     def _wait_long_for(self, wanted: Operation, timeout: float | None) -> None:
         """Advance all operations until ``wanted`` is done; yield the processor in between."""

@@ -68,12 +68,10 @@ class Agreement:
         if table is not None:
             data = x if signature.inline else readable
             try:
-                if not table.is_free(number, signature.inline):
+                while (exposed := table.enter(number, signature, data, result, expected)) is None:
                     yield table.until_free(number, signature.inline)
-                exposed = table.enter(number, signature, data, result, expected)
-                if not table.all_reached(number, CALLED):
+                while (entries := table.read(number, expected, data, exposed)) is None:
                     yield table.until_reached(number, CALLED)
-                entries = table.read(number, expected, data, exposed)
             except RanksEnded as error:
                 if table is connections.table:
                     raise

@@ -50,12 +50,11 @@ class Futexes:
         """Full memory fence.
 
         Taking and releasing a lock is a full fence on x86. On other machines accesses before and after may move
-        into the locked region; two locks in sequence prevent both.
+        into the locked region; locking twice prevents both.
         """
-        with self._lock:
-            pass
-        if self.weak:
-            with self._lock:
+        lock = threading.Lock()  # a new one: that of ``anyone_sleeps`` stays locked if an interrupt comes there
+        for _ in range(1 + self.weak):
+            with lock:
                 pass
 
     def prepare_to_sleep(self) -> None:
@@ -69,9 +68,9 @@ class Futexes:
 
     def anyone_sleeps(self) -> bool:
         """Whether some rank of the node may sleep without having seen earlier writes."""
-        with self._lock:  # see ``fence``
-            pass
-        if self.weak:
+        if not self.weak and self._lock.acquire(False):  # as ``fence``, in half the time of ``with``
+            self._lock.release()
+        else:
             self.fence()
         return self._bytes.tobytes() != self._all_awake
 

@@ -29,7 +29,7 @@ SLOTS = 8  # calls of a group that can be in progress at once; further calls wai
 SMALL = 1 << 12  # bytes of data in an entry
 STAGING = 2  # staging buffers of each rank for larger data, used in turn; divides SLOTS
 ROOM = 1 << 18  # most bytes of a staging buffer; fewer for many ranks
-CALLED, REDUCED, RELEASED = 1, 2, 3  # phases of a call, as each rank writes them
+CALLED, REDUCED, RELEASED = -2, -1, 0  # phases of a call, as each rank writes them; call 0 is released from the start
 
 _STEPS = 4  # words count in steps of a call's phases
 _WORDS = 6 * SLOTS + 1  # of each rank: phases, digests, addresses, and a flag: it has closed the table
@@ -114,37 +114,36 @@ class SlotTable:
 
     def all_reached(self, number: int, phase: int) -> bool:
         """Whether all ranks have reached ``phase`` of call ``number``."""
-        if min(self._phases[number % SLOTS].tolist()) < number * _STEPS + phase:
-            return False
+        least = number * _STEPS + phase
+        for word in self._phases[number % SLOTS].tolist():  # for few ranks, in half the time of ``min``
+            if word < least:
+                return False
         if self._weak:
             self._waker.fence()
         return True
 
     def _has_begun(self, number: int, rank: int) -> bool:
         """Whether ``rank`` of the communicator has begun call ``number``, or takes no part in it."""
-        if number <= 0 or rank not in self.ranks:
+        if rank not in self.ranks:
             return True
         return self._phases[number % SLOTS][self.ranks.index(rank)] >= number * _STEPS + CALLED
 
     def is_free(self, number: int, inline: int) -> bool:
         """Whether call ``number`` can use its slot, and the staging buffer if ``inline`` bytes need it."""
-        earlier = number - SLOTS
-        while earlier <= 0 or self.all_reached(earlier, RELEASED):
-            earlier += STAGING if inline > SMALL else SLOTS
-            if earlier >= number:
-                return True
-        return False
+        for earlier in range(number - SLOTS, number, STAGING if inline > SMALL else SLOTS):
+            if not self.all_reached(earlier, RELEASED):
+                return False
+        return True
 
     def set_phase(self, number: int, phase: int) -> None:
         """Record that this rank has reached ``phase``. The last rank wakes those that sleep."""
-        words, word, waker = self._phases[number % SLOTS], number * _STEPS + phase, self._waker
-        if words[self.rank] >= word:  # already set: a later call may use this slot
-            return
-        if self._weak:
-            waker.fence()
-        words[self.rank] = word
-        if waker.anyone_sleeps() and self.all_reached(number, phase):
-            waker.wake(self._others)
+        words, word = self._phases[number % SLOTS], number * _STEPS + phase
+        if words[self.rank] < word:  # else already set: a later call may use this slot
+            if self._weak:
+                self._waker.fence()
+            words[self.rank] = word
+            if self._waker.anyone_sleeps() and self.all_reached(number, phase):
+                self._waker.wake(self._others)
 
     def reach(self, number: int, phase: int) -> Iterator[Condition]:
         """Set this rank's ``phase``, and continue when all ranks have reached it."""
@@ -169,24 +168,24 @@ class SlotTable:
         data: np.ndarray | None,
         result: np.ndarray | None,
         expected: Signatures,
-    ) -> bool:
-        """Write this rank's entry of call ``number``, whose slot is free, and reach CALLED.
+    ) -> bool | None:
+        """Write this rank's entry of call ``number`` and reach CALLED; None: its slot is not free yet.
 
         The others can then read contiguous ``data``, which are in the entry if they are inline, and read or write parts
         of the ``result`` buffer (None: nothing). ``expected``: the signatures of the last such call. Returns whether
         they may use memory of this rank outside the table.
         """
+        inline = signature.inline
+        if not self.all_reached(number - SLOTS, RELEASED) or (inline > SMALL and not self.is_free(number, inline)):
+            return None
         slot, address = number % SLOTS, None
-        if signature.inline and data is not None:
+        if inline and data is not None:
             own_view = (expected.inline.get(slot) or self._inline(slot, expected)).blocks[self.rank]
-            own_view[...] = data.reshape(own_view.shape)  # which may be flat
+            own_view[...] = data if data.ndim == own_view.ndim else data.reshape(own_view.shape)  # it is flat
         else:
             address = self.address(data) if data is not None and data.size else None
             self._write_address(self._data_at[slot], address)
-        if result is None:
-            self._results_at[slot][0][self.rank] = UNREADABLE
-        else:
-            self._write_address(self._results_at[slot], self.address(result))
+        self._write_address(self._results_at[slot], self.address(result) if result is not None else None)
         digests = self._digests[slot]
         if digests[self.rank] != signature.digest:  # else an earlier call has written it to this slot
             self._signatures[slot][self.rank][: len(signature.packed)] = signature.packed
@@ -195,14 +194,19 @@ class SlotTable:
         return address is not None or result is not None
 
     def _write_address(self, words: Sequence[memoryview], address: Address | None) -> None:
-        words[0][self.rank], words[1][self.rank] = address or (UNREADABLE, 0)
+        if address is not None:
+            words[0][self.rank], words[1][self.rank] = address
+        elif words[0][self.rank] != UNREADABLE:  # a write takes the cache line from the other ranks
+            words[0][self.rank] = UNREADABLE
 
-    def read(self, number: int, expected: Signatures, own_data: np.ndarray | None, exposed: bool) -> Entries:
-        """The entries of all ranks, when these have reached CALLED: their signatures, ``expected`` itself if equal, and
-        their data in place. If any rank's data are not readable, no rank reads any.
+    def read(self, number: int, expected: Signatures, own_data: np.ndarray | None, exposed: bool) -> Entries | None:
+        """The entries of all ranks, None until all have reached CALLED: their signatures, ``expected`` itself if equal,
+        and their data in place. If any rank's data are not readable, no rank reads any.
 
         ``own_data``: this rank's data, which need no address; ``exposed``: see ``enter``.
         """
+        if not self.all_reached(number, CALLED):
+            return None
         slot, signatures = number % SLOTS, expected
         if (digests := self._digests[slot].tolist()) != expected.digests:
             packed = dict(zip(digests, self._signatures[slot], strict=True))  # those that differ
