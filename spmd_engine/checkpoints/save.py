@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.checkpoints.format.blocks import block_name, dtype_name
 from spmd_engine.checkpoints.format.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.format.manifest import (
@@ -27,12 +28,12 @@ from spmd_engine.checkpoints.format.manifest import (
     stored_arrays,
 )
 from spmd_engine.checkpoints.format.write import BlockToWrite, WrittenFile, write_files
-from spmd_engine.comm.agreement.rank_zero import gather_json, on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import gather_equal_json, gather_json, on_rank_zero, text_from_rank_zero
 from spmd_engine.engine import LayeredEngine, ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.state.assignment import shares_text
 from spmd_engine.errors import CheckpointError, UsageError, check_argument
-from spmd_engine.sharding.placement import ArrayPlacement, OneEach, Placement, exchange_placements, ranks_of_blocks
+from spmd_engine.sharding.placement import ArrayPlacement, OneEach, Placement, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle
 
 BLOCK = 4 << 20  #: bytes; larger rectangles become several blocks, so that a rank reads little more than its shard
@@ -75,6 +76,12 @@ class WritePlan:
                 held = next(rectangle for rectangle in self.placement[name].held[rank] if piece in rectangle)
                 yield name, piece, self.array(name)[piece.within(held).index]
 
+    def to_write(self, rank: int) -> Iterator[BlockToWrite]:
+        """The blocks that this rank, number ``rank``, writes, with their names in its file."""
+        for name, piece, block in self.blocks_of(rank):
+            full_name = block_name(name, piece, self.placement[name].shape)
+            yield BlockToWrite(full_name, block.shape, block.dtype, lambda block=block: block)
+
     def dtypes_of(self, rank: int, written: WrittenFile) -> dict[str, str]:
         """The dtypes of the arrays whose first piece this rank, number ``rank``, has written: as written, since
         optimizer state has other dtypes in its placement."""
@@ -82,6 +89,38 @@ class WritePlan:
         return {
             name: dtype for name, dtype in zip(names, written.dtypes, strict=True) if self.pieces[name].ranks[0] == rank
         }
+
+    def arrays(self, dtypes: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], str, Pieces]]:
+        """The shape, the dtype and the pieces of each array; ``dtypes``: as written, if they are others."""
+        return {
+            name: (array.shape, dtypes.get(name) or dtype_name(array.dtype, name), self.pieces[name])
+            for name, array in self.placement.items()
+        }
+
+
+@dataclass
+class ResiduePlan(WritePlan):
+    """The residues of this rank alone, all of which it writes; they are placed on one rank."""
+
+    of_ranks: Sequence[Mapping[str, Any]]  #: dtype and shape of each rank's residues by name; equal ones are one object
+
+    def to_write(self, rank: int) -> Iterator[BlockToWrite]:
+        return (block._replace(name=f"{rank:05d}/{block.name}") for block in super().to_write(0))
+
+    def dtypes_of(self, rank: int, written: WrittenFile) -> dict[str, str]:
+        return {}
+
+    def arrays(self, dtypes: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], str, Pieces]]:
+        """Those of all ranks: names begin with the rank."""
+        plans = {id(one): _residue_plan(one, {}, ()) for one in self.of_ranks}
+        arrays = {}
+        for rank, one in enumerate(self.of_ranks):
+            of_rank: dict[int, Pieces] = {}  # equal residues of a rank share their pieces
+            for name, (shape, dtype, pieces) in super(ResiduePlan, plans[id(one)]).arrays({}).items():
+                if id(pieces) not in of_rank:
+                    of_rank[id(pieces)] = Pieces(pieces.bounds, np.full_like(pieces.ranks, rank))
+                arrays[f"{rank:05d}/{name}"] = shape, dtype, of_rank[id(pieces)]
+        return arrays
 
 
 class Save:
@@ -113,7 +152,7 @@ class Save:
         self._written: dict[str, WrittenFile] = {}
         self._error = ""
         self._thread: Thread | None = None
-        blocks = {plan.section: list(_blocks(plan, self._group.rank)) for plan in self._plans}
+        blocks = {plan.section: list(plan.to_write(self._group.rank)) for plan in self._plans}
         if background:
             copies = {section: [_copied(block) for block in part] for section, part in blocks.items()}
             self._thread = Thread(target=self._write, args=(copies,), name=f"save of step {step}", daemon=True)
@@ -174,11 +213,7 @@ class Save:
                 if plan.section in result["written"]:
                     *files[rank], of_rank = result["written"][plan.section]
                     dtypes |= of_rank
-            arrays = {
-                name: (array.shape, dtypes.get(name) or dtype_name(array.dtype, name), plan.pieces[name])
-                for name, array in plan.placement.items()
-            }
-            sections[plan.section] = stored_arrays(plan.section, arrays, files)
+            sections[plan.section] = stored_arrays(plan.section, plan.arrays(dtypes), files)
         return Manifest(self.step, sections, self._facts, self._config, self._mesh)
 
 
@@ -292,12 +327,25 @@ def residue_plans(engine: ShardedEngine) -> list[WritePlan]:
     """The plan by which each rank writes all of its own residues. Collective, if the engine has residues."""
     if engine.residues is None:
         return []
-    group = engine.group()
-    residues = {f"{group.rank:05d}/{name}": array for name, array in engine.residues.items()}
-    held = {name: (array.dtype, Rectangle.whole(array.shape)) for name, array in residues.items()}
-    placement = exchange_placements(group, {RESIDUES: held}, label="residues")[RESIDUES]
-    pieces = assign_blocks(placement, np.zeros(group.size, np.int64))
-    return [WritePlan(RESIDUES, placement, pieces, residues.__getitem__)]
+    mine = {name: (describe(array.dtype), array.shape) for name, array in engine.residues.items()}
+    of_ranks = gather_equal_json(engine.group(), mine, "residues")
+    return [_residue_plan(of_ranks[engine.group().rank], engine.residues, of_ranks)]
+
+
+def _residue_plan(
+    kinds: Mapping[str, Any], residues: Mapping[str, Array], of_ranks: Sequence[Mapping[str, Any]]
+) -> ResiduePlan:
+    """The plan of one rank's ``residues``, with dtypes and shapes ``kinds``."""
+    equal: dict[tuple, ArrayPlacement] = {}
+    placed = {}
+    for name, (dtype, lengths) in kinds.items():
+        kind = shape, _ = tuple(lengths), dtype
+        if kind not in equal:
+            equal[kind] = ArrayPlacement.of_rectangles(shape, described(dtype), [[Rectangle.whole(shape)]])
+        placed[name] = equal[kind]
+    placement = Placement(placed)
+    pieces = assign_blocks(placement, np.zeros(1, np.int64))
+    return ResiduePlan(RESIDUES, placement, pieces, residues.__getitem__, of_ranks)
 
 
 def mesh_name(engine: ShardedEngine) -> str:
@@ -312,13 +360,6 @@ def mesh_name(engine: ShardedEngine) -> str:
         return name
     numbers: dict[str, int] = {}
     return f"{name} on nodes {','.join(str(numbers.setdefault(node, len(numbers))) for node in mesh.nodes_by_rank)}"
-
-
-def _blocks(plan: WritePlan, rank: int) -> Iterator[BlockToWrite]:
-    """The blocks that this rank writes, with their names in its file."""
-    for name, piece, block in plan.blocks_of(rank):
-        full_name = block_name(name, piece, plan.placement[name].shape)
-        yield BlockToWrite(full_name, block.shape, block.dtype, lambda block=block: block)
 
 
 def _copied(block: BlockToWrite) -> BlockToWrite:

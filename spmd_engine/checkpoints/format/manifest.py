@@ -35,6 +35,9 @@ MODEL, OPTIMIZER, RESIDUES = "model", "optimizer", "residues"
 _FILE = re.compile(r"[a-z]+-\d{5,}\.safetensors")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _TEXT = re.compile(r"[^\x00\ud800-\udfff]*", re.DOTALL)
+#: The pieces, before the SHA-256 that ends a manifest; and one of them: its bounds and its ranks.
+_LISTED = re.compile(r'"pieces"\s*:\s*(\[[\[\]\d,\s]*\])\s*,\s*"sha256"\s*:\s*"[^"]*"\s*\}\s*\Z', re.ASCII)
+_ONE = re.compile(r"\[\s*\[[\d,\s]*\]\s*,\s*\[[\d,\s]*\]\s*\]", re.ASCII)
 _LARGEST = 1 << 62
 _MOST_DIMS, _MOST_RANKS = 32, 1 << 24
 
@@ -218,18 +221,8 @@ class Manifest:
             "config": self.config,
             "sections": sections,
         }
-        # The largest part becomes text once, one array at a time: as lists of numbers it takes ten times the memory.
-        listed = [
-            "," * (number > 0) + _json([one.bounds.reshape(-1).tolist(), one.ranks.tolist()])
-            for number, one in pieces.values()
-        ]
-        before, after = (
-            {name: content[name] for name in sorted(content) if (name > "pieces") is late} for late in (False, True)
-        )
-        digest = hashlib.sha256()
-        for part in (_json(before)[:-1], ',"pieces":[', *listed, "],", _json(after)[1:]):
-            digest.update(part.encode())
-        rest = ',"pieces":[', *listed, f'],"sha256":"{digest.hexdigest()}"}}\n'
+        listed = [_json([one.bounds.reshape(-1).tolist(), one.ranks.tolist()]) for _, one in pieces.values()]
+        rest = ',"pieces":[', ",".join(listed), f'],"sha256":"{_digest(content, listed)}"}}\n'
         return "".join((_json(content, sort_keys=False)[:-1], *rest))
 
     @classmethod
@@ -240,16 +233,23 @@ class Manifest:
             return CheckpointError(f"{where} is damaged, or none of ours: {why}")
 
         with reading(f"{where} is damaged, or none of ours: no JSON", kind=CheckpointError):
+            text = text if isinstance(text, str) else text.decode()
+            listed = None
+            if cut := _LISTED.search(text):  # as lists of numbers, all pieces at once would take ten times the memory
+                listed = ["".join(match[0].split()) for match in _ONE.finditer(text, *cut.span(1))]
+                text = f"{text[: cut.start(1)]}0{text[cut.end(1) :]}"
             content = parse_json(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise refuse(f'it does not say "format": "{FORMAT}"')
         if (version := content.get("version")) not in (1, VERSION) or type(version) is not int:
             raise CheckpointError(f"{where} has version {version!r}; this program reads versions 1 and {VERSION}")
         stored_digest = content.pop("sha256", None)
-        if stored_digest != _digest(content):
+        if stored_digest != _digest(content, listed):
             raise refuse("its SHA-256 of itself differs")
+        if (listed is None) is (version > 1):
+            raise refuse("it does not end with pieces and its SHA-256")
         try:
-            pieces = [_pieces(*fields) for fields in content["pieces"]] if version > 1 else None
+            pieces = [_pieces(one) for one in listed] if listed is not None else None
             manifest = cls(
                 step=_whole_number(content["step"]),
                 sections={
@@ -260,7 +260,7 @@ class Manifest:
                 config=None if content["config"] is None else _mapping(content["config"]),
                 mesh=_text(content["mesh"]),
             )
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise refuse(f"{type(error).__name__}: {error}") from error
         if MODEL not in manifest.sections:
             raise refuse(f"it has no section {MODEL!r}")
@@ -292,8 +292,17 @@ class Manifest:
         return sizes
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_json(content).encode()).hexdigest()
+def _digest(content: Mapping[str, Any], listed: Sequence[str] | None) -> str:
+    """The SHA-256 of a manifest with its names in order; ``listed``: the text of each of its pieces, if it has them."""
+    if listed is None:
+        return hashlib.sha256(_json(content).encode()).hexdigest()
+    before, after = ({name: content[name] for name in content if (name > "pieces") is late} for late in (False, True))
+    before.pop("pieces", None)
+    digest = hashlib.sha256(f'{_json(before)[:-1]},"pieces":['.encode())
+    for number, one in enumerate(listed):
+        digest.update(f"{',' * (number > 0)}{one}".encode())
+    digest.update(f"],{_json(after)[1:]}".encode())
+    return digest.hexdigest()
 
 
 def _json(content: Any, *, sort_keys: bool = True) -> str:
@@ -306,9 +315,11 @@ def _arrays(section: str, content: Any, pieces: Sequence[Pieces] | None) -> Arra
     if pieces is None:
         return {_text(name): _array_of_blocks(array, section) for name, array in content.items()}
     files = {_whole_number(rank): (_whole_number(first), _match(_HASH, sha)) for rank, first, sha in content["files"]}
-    arrays = {}
-    for name, (shape, dtype, number) in _mapping(content["arrays"]).items():
-        arrays[_text(name)] = _shape(shape, dtype), dtype, (of_array := pieces[_whole_number(number)])
+    arrays = {
+        _text(name): (_shape(shape, dtype), dtype, pieces[_whole_number(number)])
+        for name, (shape, dtype, number) in _mapping(content["arrays"]).items()
+    }
+    for name, of_array in {id(of_array): (name, of_array) for name, (*_, of_array) in arrays.items()}.values():
         if missing := set(of_array.ranks.tolist()) - files.keys():
             raise ValueError(f"{section} {name} is on rank {min(missing)}, which has no file")
     if max(files, default=0) > _MOST_RANKS:
@@ -316,10 +327,11 @@ def _arrays(section: str, content: Any, pieces: Sequence[Pieces] | None) -> Arra
     return stored_arrays(section, arrays, files)
 
 
-def _pieces(bounds: Any, ranks: Any) -> Pieces:
-    starts_and_stops = np.array(_whole_numbers(bounds), np.int64)
-    dims = len(bounds) // (2 * max(1, len(_whole_numbers(ranks))))
-    return Pieces(starts_and_stops.reshape(len(ranks), 2, dims), np.array(ranks, np.int64))
+def _pieces(text: str) -> Pieces:
+    bounds, ranks = (np.array(numbers, np.int64) for numbers in json.loads(text))
+    if max(bounds.max(initial=0), ranks.max(initial=0)) >= _LARGEST:
+        raise ValueError(f"a number {max(bounds.max(initial=0), ranks.max(initial=0))}")
+    return Pieces(bounds.reshape(len(ranks), 2, len(bounds) // (2 * max(1, len(ranks)))), ranks)
 
 
 def _shape(shape: Any, dtype: Any) -> tuple[int, ...]:
