@@ -24,7 +24,7 @@ from spmd_engine.axes import position_of
 from spmd_engine.checkpoints.digest import compare_replicas
 from spmd_engine.checkpoints.format.manifest import MODEL, Manifest, stored_arrays
 from spmd_engine.checkpoints.load_in_place import Wanted, parts_of_rank
-from spmd_engine.checkpoints.save import assign_blocks
+from spmd_engine.checkpoints.save import assign_blocks, residue_plans
 from spmd_engine.cli.bench.measuring import count_option, output_option, report
 from spmd_engine.comm.agreement.joining import gather_texts
 from spmd_engine.comm.agreement.rank_zero import gather_json
@@ -160,6 +160,10 @@ def parts_of(size: int) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any]
     comparing: Any = Gathering(size, lambda row, size: [row] * size)
     engine.group = lambda: comparing
     yield "comparison of replicas", lambda: compare_replicas(engine), lambda _: {"bytes": comparing.nbytes}
+    telling: Any = Gathering(size, lambda row, size: [row] * size)
+    residues = {name: np.zeros(part.shape, dtype) for name, (dtype, part) in held.items()}
+    compressing: Any = SimpleNamespace(residues=residues, group=lambda: telling)
+    yield "kinds of residues", lambda: residue_plans(compressing), lambda _: {"bytes": telling.nbytes}
     sharded = {name: (Spec.parse("d/data f"), part.shape) for name, (_, part) in held.items()}
     shaping: Any = Gathering(size, lambda row, size: [row] * size)
     first = position_of(0, {"data": size})

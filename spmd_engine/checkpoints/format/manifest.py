@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import combinations
@@ -234,22 +234,20 @@ class Manifest:
 
         with reading(f"{where} is damaged, or none of ours: no JSON", kind=CheckpointError):
             text = text if isinstance(text, str) else text.decode()
-            listed = None
-            if cut := _LISTED.search(text):  # as lists of numbers, all pieces at once would take ten times the memory
-                listed = ["".join(match[0].split()) for match in _ONE.finditer(text, *cut.span(1))]
-                text = f"{text[: cut.start(1)]}0{text[cut.end(1) :]}"
-            content = parse_json(text)
+            # Pieces become arrays one at a time: all at once, as numbers of Python, they take ten times the memory.
+            cut = _LISTED.search(text)
+            content = parse_json(text if cut is None else f"{text[: cut.start(1)]}0{text[cut.end(1) :]}")
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise refuse(f'it does not say "format": "{FORMAT}"')
         if (version := content.get("version")) not in (1, VERSION) or type(version) is not int:
             raise CheckpointError(f"{where} has version {version!r}; this program reads versions 1 and {VERSION}")
         stored_digest = content.pop("sha256", None)
-        if stored_digest != _digest(content, listed):
+        if stored_digest != _digest(content, None if cut is None else _listed(cut)):
             raise refuse("its SHA-256 of itself differs")
-        if (listed is None) is (version > 1):
+        if (cut is None) is (version > 1):
             raise refuse("it does not end with pieces and its SHA-256")
         try:
-            pieces = [_pieces(one) for one in listed] if listed is not None else None
+            pieces = None if cut is None else [_pieces(one) for one in _listed(cut)]
             manifest = cls(
                 step=_whole_number(content["step"]),
                 sections={
@@ -292,7 +290,12 @@ class Manifest:
         return sizes
 
 
-def _digest(content: Mapping[str, Any], listed: Sequence[str] | None) -> str:
+def _listed(cut: re.Match[str]) -> Iterator[str]:
+    """The text of each piece, without spaces."""
+    return ("".join(one[0].split()) for one in _ONE.finditer(cut.string, *cut.span(1)))
+
+
+def _digest(content: Mapping[str, Any], listed: Iterable[str] | None) -> str:
     """The SHA-256 of a manifest with its names in order; ``listed``: the text of each of its pieces, if it has them."""
     if listed is None:
         return hashlib.sha256(_json(content).encode()).hexdigest()
@@ -328,7 +331,7 @@ def _arrays(section: str, content: Any, pieces: Sequence[Pieces] | None) -> Arra
 
 
 def _pieces(text: str) -> Pieces:
-    bounds, ranks = (np.array(numbers, np.int64) for numbers in json.loads(text))
+    bounds, ranks = (np.fromstring(numbers, np.int64, sep=",") for numbers in text[2:-2].split("],["))
     if max(bounds.max(initial=0), ranks.max(initial=0)) >= _LARGEST:
         raise ValueError(f"a number {max(bounds.max(initial=0), ranks.max(initial=0))}")
     return Pieces(bounds.reshape(len(ranks), 2, len(bounds) // (2 * max(1, len(ranks)))), ranks)
