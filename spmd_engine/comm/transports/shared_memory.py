@@ -6,6 +6,7 @@ Reductions read blocks in place, in rank order, in pieces that stay in the cache
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from types import EllipsisType
 
 import numpy as np
@@ -59,7 +60,7 @@ class SharedMemory(Transport):
         """Each rank reduces a part of ``x`` and writes it to all results if they are in shared memory; otherwise the
         other ranks read the part. ``out`` may be elsewhere than this rank's result, and gets a copy of the parts."""
         results = self.table.results(self.number, out.shape, out.dtype)
-        parts = [_split_at_cache_lines(out, self.size, r) for r in range(self.size)]
+        parts = _split_at_cache_lines(out.size, out.itemsize, self.size)
         mine, shared = parts[self.rank], min(self.table.result_arenas(self.number)) >= 0
         own = results[self.rank]  # ``out``, or what others write and read instead
         copies = isinstance(own, np.ndarray) and address_of(own) != address_of(out)
@@ -112,8 +113,9 @@ def readable_with_result(
     for the others are copied there, where also the result can be.
     """
     if copies and not table.is_shared(x) and (copy := table.neighbours.own.empty(x.shape, x.dtype)) is not None:
-        for part in [_split_at_cache_lines(x, table.size, r) for r in range(table.size) if r != table.rank]:
-            copy.reshape(-1)[part] = x.reshape(-1)[part]
+        for r, part in enumerate(_split_at_cache_lines(x.size, x.itemsize, table.size)):
+            if r != table.rank:
+                copy.reshape(-1)[part] = x.reshape(-1)[part]
         return copy, out if out is not None and table.is_shared(out) else copy
     result = readable_result(table, x, out)
     if result is None:
@@ -130,11 +132,12 @@ def keeps_apart(out: Array, x: Array, part: tuple[slice | EllipsisType, ...]) ->
     return not in_place or (x[part].flags.c_contiguous and address_of(x[part]) == address_of(out))
 
 
-def _split_at_cache_lines(x: np.ndarray, parts: int, index: int) -> slice:
-    """Part ``index`` of flat ``x``, split at multiples of a cache line."""
-    unit = max(1, LINE // x.itemsize)
-    part = span(-(-x.size // unit), parts, index)
-    return slice(min(part.start * unit, x.size), min(part.stop * unit, x.size))
+@lru_cache(maxsize=512)
+def _split_at_cache_lines(length: int, itemsize: int, parts: int) -> Sequence[slice]:
+    """The parts of a flat array, split at multiples of a cache line."""
+    unit = max(1, LINE // itemsize)
+    ends = [span(-(-length // unit), parts, r) for r in range(parts)]
+    return [slice(min(part.start * unit, length), min(part.stop * unit, length)) for part in ends]
 
 
 def reduce_in_pieces(outs: Sequence[np.ndarray], blocks: Sequence[Block], reduce: Reducer) -> None:
