@@ -88,6 +88,7 @@ STATE = {
     "comm/communicators/threads.py: _libraries": "the libraries of linear algebra, until more modules are loaded",
     "comm/shared_memory/arena.py: memory_here": "the process's memory, asked for once",
     "comm/shared_memory/cross_memory.py: _process_vm_readv": "the system's function, found once",
+    "comm/transports/shared_memory.py: _split_at_cache_lines": "the cache of a pure function",
     "comm/nccl_ranks.py: _open": "which ranks a wait for the device watches",
     "comm/communicators/threads.py: _ports": "where virtual ranks of two worlds find each other",
     "comm/communicators/threads.py: _current": "which virtual rank this thread is",

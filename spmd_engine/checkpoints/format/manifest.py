@@ -235,19 +235,19 @@ class Manifest:
         with reading(f"{where} is damaged, or none of ours: no JSON", kind=CheckpointError):
             text = text if isinstance(text, str) else text.decode()
             # Pieces become arrays one at a time: all at once, as numbers of Python, they take ten times the memory.
-            cut = _LISTED.search(text)
-            content = parse_json(text if cut is None else f"{text[: cut.start(1)]}0{text[cut.end(1) :]}")
+            found = _LISTED.search(text)
+            content = parse_json(text if found is None else f"{text[: found.start(1)]}0{text[found.end(1) :]}")
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise refuse(f'it does not say "format": "{FORMAT}"')
         if (version := content.get("version")) not in (1, VERSION) or type(version) is not int:
             raise CheckpointError(f"{where} has version {version!r}; this program reads versions 1 and {VERSION}")
         stored_digest = content.pop("sha256", None)
-        if stored_digest != _digest(content, None if cut is None else _listed(cut)):
+        if stored_digest != _digest(content, None if found is None else _listed(found)):
             raise refuse("its SHA-256 of itself differs")
-        if (cut is None) is (version > 1):
+        if (found is None) is (version > 1):
             raise refuse("it does not end with pieces and its SHA-256")
         try:
-            pieces = None if cut is None else [_pieces(one) for one in _listed(cut)]
+            pieces = None if found is None else [_pieces(one) for one in _listed(found)]
             manifest = cls(
                 step=_whole_number(content["step"]),
                 sections={
@@ -290,9 +290,9 @@ class Manifest:
         return sizes
 
 
-def _listed(cut: re.Match[str]) -> Iterator[str]:
+def _listed(found: re.Match[str]) -> Iterator[str]:
     """The text of each piece, without spaces."""
-    return ("".join(one[0].split()) for one in _ONE.finditer(cut.string, *cut.span(1)))
+    return ("".join(one[0].split()) for one in _ONE.finditer(found.string, *found.span(1)))
 
 
 def _digest(content: Mapping[str, Any], listed: Iterable[str] | None) -> str:
