@@ -20,7 +20,7 @@ from spmd_engine.comm.blocks import Reducer, joined, merged, reducer, reducible,
 from spmd_engine.comm.calls import Collective, Offer, PreparedCall, Shape, copied
 from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.pending import Queued, Steps
-from spmd_engine.comm.rounds import Payload, reduce_rounds, sum_rounds
+from spmd_engine.comm.rounds import Payload, WholeSum, reduce_rounds
 from spmd_engine.comm.shared_memory.cross_memory import flat, to_array
 from spmd_engine.comm.transports.nccl import NcclTransport
 from spmd_engine.comm.transports.shared_memory import (
@@ -113,16 +113,17 @@ class Reducing(Collective):
                 sums[place] = to_array(pieces[0])
             else:
                 reduce_in_pieces([sums[place]], pieces, reducer(combined, self.dtype, np))
-        rounds = sum_rounds(senders.size) if count == 1 else reduce_rounds(senders.rank, senders.size)
-        return Payload(sums, spans(lengths), rounds, reducer(combined, wide, np))
+        combine = reducer(combined, wide, np)
+        if count == 1:
+            return WholeSum(sums, senders.rank, senders.size, combine)
+        return Payload(sums, spans(lengths), reduce_rounds(senders.rank, senders.size), combine, senders.rank)
 
     def _parts_on_the_way(self, routing: Routing) -> int:
         size = prod(self.signature.array_type[0]) * accumulated_in(self.dtype).itemsize
         return routing.parts_on_the_way(self.signature.operation, size)
 
     def complete(self, routing: Routing, payload: Payload, transport: Transport | None, result: Array) -> Steps:
-        mine = payload.parts[0] if len(payload.parts) == 1 else payload.parts[routing.connections.senders.rank]
-        total = payload.x[mine]
+        total = payload.x[payload.mine]
         if self.signature.reduction == "mean":
             total /= total.dtype.type(self.ranks)
         result[self.places[self.rank] if transport is not None else ...] = total

@@ -34,7 +34,8 @@ class Tuning:
     with_agreement: int = 1 << 17
     #: The same for payloads of which a node needs a part alone, or sends several copies.
     repeated_with_agreement: int = 1 << 14
-    #: Largest array that is reduced as a whole on the way: it takes half the messages, but log2(n) times the bytes.
+    #: Largest array that is reduced as a whole on the way: it takes half the messages, but log2(n) times the bytes, or
+    #: more, if n is no power of two.
     reduced_whole: int = 1 << 11
     #: Largest payload of a node's ranks together that every rank reduces completely. Above it each rank reduces a part,
     #: which takes one more phase.

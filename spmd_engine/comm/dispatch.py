@@ -77,10 +77,11 @@ def parts_on_the_way(operation: str, size: int, ranks: int, senders: int, in_ran
     if operation not in REDUCTIONS or in_rank_order:
         return 0
     if operation == "all_reduce" and size <= tuning.reduced_whole:
-        if senders & (senders - 1) == 0:
-            return 1
-        if size * ranks <= tuning.repeated_with_agreement:
+        exchanged = senders // (senders & -senders)  # arrays: see ``WholeSum``
+        if exchanged > 1 and size * ranks <= tuning.repeated_with_agreement:
             return 0
+        if exchanged == 1 or size * exchanged <= tuning.repeated_with_agreement:
+            return 1
     return senders
 
 

@@ -66,18 +66,19 @@ def scatter_rounds(rank: int, ranks: int, root: int) -> list[Round]:
     return rounds
 
 
-def sum_rounds(ranks: int) -> list[Round]:
-    """After these rounds each rank has the sum of part 0, if the number of ranks is a power of two."""
-    return [Round(distance, [0], [0]) for distance in distances(ranks)]
-
-
 class Payload:
     """Parts of flat ``x`` that ranks exchange in ``rounds``; what arrives replaces them, or is combined with them."""
 
     def __init__(
-        self, x: np.ndarray, parts: Sequence[slice], rounds: Sequence[Round], combine: Reducer | None = None
+        self,
+        x: np.ndarray,
+        parts: Sequence[slice],
+        rounds: Sequence[Round],
+        combine: Reducer | None = None,
+        mine: int = 0,
     ) -> None:
         self.x, self.parts, self.rounds, self._combine = x, parts, rounds, combine
+        self.mine = parts[mine]  #: the part that is complete at the end
 
     def outgoing(self, index: int) -> np.ndarray:
         """The message of a round."""
@@ -91,12 +92,40 @@ class Payload:
 
     def take(self, index: int, message: np.ndarray) -> None:
         """Put what has arrived in its place."""
+        self._put(index, message, self._combine)
+
+    def _put(self, index: int, message: np.ndarray, combine: Reducer | None) -> None:
         slices = merged([self.parts[i] for i in self.rounds[index].received])
         for part, place in zip(slices, spans([part.stop - part.start for part in slices]), strict=True):
-            if self._combine is None:
+            if combine is None:
                 self.x[part] = message[place]
             else:
-                self._combine(self.x[part], [self.x[part], message[place]])
+                combine(self.x[part], [self.x[part], message[place]])
+
+
+class WholeSum(Payload):
+    """Flat ``x``, summed as a whole over 2^k m ranks: first the m ranks that are 2^k apart exchange their arrays, which
+    each adds in rank order; then their sums are added, those of ranks that are 2^(k-1) apart first."""
+
+    def __init__(self, x: np.ndarray, rank: int, ranks: int, combine: Reducer) -> None:
+        apart = ranks & -ranks
+        count, mine = ranks // apart, rank // apart
+        rounds = []
+        for distance in distances(count):
+            offsets = range(0, count - distance, 2 * distance)
+            sent, received = ([(mine - first - i) % count for i in offsets] for first in (0, distance))
+            rounds.append(Round(distance * apart, sent, received))
+        self._arrays, self._exchanges = spans([x.size] * count), len(rounds)
+        rounds += [Round(distance, [count], [count]) for distance in distances(apart)]
+        total = slice(x.size * count, x.size * (count + 1)) if count > 1 else self._arrays[0]
+        space = np.empty(total.stop, x.dtype)
+        space[self._arrays[mine]] = x
+        super().__init__(space, [*self._arrays, total], rounds, combine, count)
+
+    def take(self, index: int, message: np.ndarray) -> None:
+        self._put(index, message, None if index < self._exchanges else self._combine)
+        if index == self._exchanges - 1 and self._combine is not None:
+            self._combine(self.x[self.mine], [self.x[array] for array in self._arrays])
 
 
 def shift(ranks: Ranks, message: np.ndarray, incoming: np.ndarray, distance: int, tag: int) -> Requests:

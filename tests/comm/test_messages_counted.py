@@ -86,6 +86,12 @@ def test_reductions_travel_with_the_agreement(name, ranks, per_node, sent):
     assert set(messages) == {times * ceil(log2(ranks // per_node))}
 
 
+def test_a_sum_of_2_kib_takes_log2_messages_also_on_twelve_nodes(sent):
+    """Each rank sends two arrays of others with its own, and two sums, where parts would take 8 messages."""
+    messages, data = of_one_call(sent, MEDIUM["sum of 2 KiB"][0], 12, 1)
+    assert set(messages) == {4} and (abs(data - 4 * 2048) <= 4 * 100).all()
+
+
 def test_a_broadcast_leaves_a_node_in_lanes(sent):
     """Its root's node scatters, and all nodes gather: no node sends the array more than twice."""
     x = np.ones(1 << 16)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_engine.comm.blocks import merged, spans
-from spmd_engine.comm.rounds import Payload, gather_rounds, reduce_rounds, scatter_rounds, sum_rounds
+from spmd_engine.comm.rounds import Payload, WholeSum, gather_rounds, reduce_rounds, scatter_rounds
 
 LENGTHS = [3, 0, 1, 2, 5, 1]  # of the parts of the first ranks, then again
 each_number = pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17])
@@ -18,9 +18,12 @@ def add(out, blocks):
 
 def carried_out(arrays, parts, rounds, combine=None):
     """The arrays of all ranks after their rounds; and the elements that each rank has sent."""
-    payloads = [Payload(x.copy(), parts, mine, combine) for x, mine in zip(arrays, rounds, strict=True)]
+    return delivered([Payload(x.copy(), parts, mine, combine) for x, mine in zip(arrays, rounds, strict=True)])
+
+
+def delivered(payloads):
     sent, n = [0] * len(payloads), len(payloads)
-    for i in range(len(rounds[0])):
+    for i in range(len(payloads[0].rounds)):
         messages = [payload.outgoing(i).copy() for payload in payloads]
         for rank, payload in enumerate(payloads):
             arrived = messages[(rank - payload.rounds[i].distance) % n]
@@ -79,13 +82,26 @@ def test_sums_have_one_order_if_ranks_are_a_power_of_two(n):
     """Of numbers of different magnitudes: whole arrays, and parts of any lengths, whichever rank has them."""
     size = 64
     arrays = [np.random.default_rng(r).standard_normal(size) * 10.0 ** (r % 5) for r in range(n)]
-    totals = carried_out(arrays, [slice(0, size)], [sum_rounds(n)] * n, add)[0]
+    totals = delivered([WholeSum(x, r, n, add) for r, x in enumerate(arrays)])[0]
     assert len({x.tobytes() for x in totals}) == 1
     for lengths in ([size // n] * n, [*[0] * (n - 1), size], [size, *[0] * (n - 1)]):
         parts = spans(lengths)
         sums = carried_out(arrays, parts, [reduce_rounds(r, n) for r in range(n)], add)[0]
         joined = np.concatenate([x[part] for x, part in zip(sums, parts, strict=True)])
         assert joined.tobytes() == totals[0].tobytes()
+
+
+@each_number
+def test_a_whole_sum_has_equal_bits_on_all_ranks(n):
+    """Of 2^k m arrays, m are added in rank order; a rank sends those m - 1, and k sums."""
+    arrays = [np.random.default_rng(r).standard_normal(8) * 10.0 ** (r % 5) for r in range(n)]
+    payloads = [WholeSum(x, r, n, lambda out, blocks: np.copyto(out, sum(blocks))) for r, x in enumerate(arrays)]
+    _, sent = delivered(payloads)
+    totals = [payload.x[payload.mine] for payload in payloads]
+    assert len({x.tobytes() for x in totals}) == 1 and np.allclose(totals[0], sum(arrays))
+    apart = n & -n
+    assert set(sent) == {8 * (n // apart - 1 + apart.bit_length() - 1)}
+    assert len(payloads[0].rounds) == ceil(log2(n))
 
 
 def test_adjacent_parts_are_one_slice():
