@@ -68,7 +68,7 @@ def inline_between_nodes(operation: str, ranks: int, senders: int, in_rank_order
     return (tuning.with_agreement if once else tuning.repeated_with_agreement) // ranks
 
 
-def parts_on_the_way(operation: str, size: int, ranks: int, senders: int, in_rank_order: bool, tuning: Tuning) -> int:
+def parts_on_the_way(operation: str, size: int, senders: int, in_rank_order: bool, tuning: Tuning) -> int:
     """The number of parts in which an array, inline between nodes, is reduced on the way: one for each of the
     ``senders``, which exchange messages, or 1, which takes half the messages; 0: ranks exchange all arrays.
 
@@ -76,13 +76,9 @@ def parts_on_the_way(operation: str, size: int, ranks: int, senders: int, in_ran
     """
     if operation not in REDUCTIONS or in_rank_order:
         return 0
-    if operation == "all_reduce" and size <= tuning.reduced_whole:
-        exchanged = senders // (senders & -senders)  # arrays: see ``WholeSum``
-        if exchanged > 1 and size * ranks <= tuning.repeated_with_agreement:
-            return 0
-        if exchanged == 1 or size * exchanged <= tuning.repeated_with_agreement:
-            return 1
-    return senders
+    exchanged = size * (senders // (senders & -senders))  # bytes of the arrays that ``WholeSum`` exchanges
+    is_small = size <= tuning.reduced_whole and exchanged <= max(size, tuning.repeated_with_agreement)
+    return 1 if operation == "all_reduce" and is_small else senders
 
 
 class Routing:
@@ -159,7 +155,7 @@ class Routing:
     def parts_on_the_way(self, operation: str, size: int) -> int:
         """See the function of this name, for the ranks of this group."""
         senders, tuning = self.connections.senders.size, self.connections.tuning
-        return parts_on_the_way(operation, size, self.size, senders, self.in_rank_order, tuning)
+        return parts_on_the_way(operation, size, senders, self.in_rank_order, tuning)
 
     def queued(self, number: int, what: str, where: tuple[str, str, str]) -> QueuedCall:
         """A call whose transfers NCCL queues; ``what``: its name and arguments; ``where``: operation, axes, label."""
