@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from support import comparison
+
 # Numba loops have their own tests; all other tests run the NumPy code that these loops replace.
 os.environ["SPMD_FAST"] = "0"
 os.environ.pop("SLURM_NTASKS", None)  # in an allocation, tests would be refused as one process of several
@@ -27,6 +29,7 @@ if CACHE := writable_cache():
     os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE))
 
 pytest_plugins = ["mpi_harness.plugin"]
+comparison.install()
 
 # Ranks with different examples would call different collectives; a busy machine must not cause failures.
 settings.register_profile("spmd", derandomize=True, deadline=None, max_examples=30)
@@ -39,6 +42,19 @@ def numpy_computes_products():
     yield
     if products := sys.modules.get("spmd_engine.arrays.products"):
         products.use({})
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """Make the built-in gpt-nano and gpt-moe-nano of this process have fewer and narrower layers."""
+    from dataclasses import replace
+
+    from spmd_engine.models.decoder import GPT_SIZES
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gpt-nano", "gpt-moe-nano"):
+            patch.setitem(GPT_SIZES, name, replace(GPT_SIZES[name], layers=2, width=24))
+        yield
 
 
 @pytest.fixture

@@ -14,18 +14,30 @@ import pytest
 from mpi_harness.launch import mpiexec
 from spmd_engine import run_threads
 from spmd_engine.cli import main
-from support.command_line import QUIET
+from spmd_engine.training import load_corpus
+from support.command_line import QUIET, TEXT
+from support.script_module import script
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_of_one_s_own_learns(mpi_run, tmp_path, ranks):
     environment = {"OMP_NUM_THREADS": "1"}
     result = mpi_run(ranks, EXAMPLES / "own_engine.py", "100", cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", result.stdout)]
     assert losses[-1] < losses[0] < 3.2 and losses[-1] < 2.7  # from 5.5
+    assert (tmp_path / "runs" / "bigram" / "checkpoints" / "latest" / "manifest.json").exists()
+
+
+def test_an_engine_of_one_s_own_learns_on_virtual_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    example = script("own_engine", "examples")
+    monkeypatch.setattr(example, "load_corpus", lambda group, _, context: load_corpus(group, TEXT[1], context))
+    losses = run_threads(lambda: example.main(steps=20, batch_size=16), 2)
+    assert losses[0] == losses[1] < 4.5  # from 5.5
     assert (tmp_path / "runs" / "bigram" / "checkpoints" / "latest" / "manifest.json").exists()
 
 
@@ -54,11 +66,14 @@ def test_the_commands_of_a_docstring_use_a_layer_of_one_s_own(tmp_path, monkeypa
     (tmp_path / "examples").symlink_to(EXAMPLES)
     monkeypatch.syspath_prepend(tmp_path)
     commands = re.findall(r"^(?:python|mpiexec) .*", (EXAMPLES / "own_layer.py").read_text(), re.MULTILINE)
-    printed = {}
+    printed, quick = (
+        {},
+        {"train": [*QUIET, "--batch-size", "4"], "verify": ["--steps", "1"], "plan": ["--seconds", "0.3"]},
+    )
     for command in commands:
         words = shlex.split(command)
-        words += [*QUIET, "--batch-size", "4"] if "train" in words else []
         ranks, arguments = words[2] if words[0] == "mpiexec" else 1, words[words.index("spmd_engine") + 1 :]
+        arguments += quick.get(arguments[0], [])
         run_threads(lambda: main(arguments), int(ranks))  # noqa: B023 (it is called now)
         printed[arguments[0]] = capsys.readouterr().out
     assert len(printed) == 6 and "agrees to" in printed["verify"] and printed["generate"].startswith("import ")

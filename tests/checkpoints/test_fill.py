@@ -46,12 +46,12 @@ def loaded(folder, into, zero=0, dtype=np.float64, nodes=None, **axes):
 @pytest.mark.parametrize(
     "axes, zero, nodes",
     [
-        ({"data": 4}, 0, ["here"] * 4),
         ({"data": 4}, 0, ["left", "right"] * 2),
-        ({"data": 4}, 3, ["here"] * 4),
-        ({"data": 2, "model": 2}, 0, ["here"] * 4),
         ({"data": 2, "model": 2}, 3, ["here"] * 4),
         ({"pipe": 2, "data": 2}, 0, ["here"] * 4),
+        pytest.param({"data": 4}, 0, ["here"] * 4, marks=pytest.mark.soak),
+        pytest.param({"data": 4}, 3, ["here"] * 4, marks=pytest.mark.soak),
+        pytest.param({"data": 2, "model": 2}, 0, ["here"] * 4, marks=pytest.mark.soak),
     ],
     ids=str,
 )
@@ -69,7 +69,7 @@ def test_each_block_is_hashed_by_one_rank_of_a_node(tmp_path, monkeypatch, axes,
 
     read = PartReader.read
     monkeypatch.setattr(PartReader, "read", counted)
-    monkeypatch.setattr(load_in_place, "IN_CACHE", 100)  # bytes: some rows of a block at a time
+    monkeypatch.setattr(load_in_place, "IN_CACHE", 400)  # bytes: some rows of a block at a time
     loaded(tmp_path / "a", tmp_path / "b", zero, nodes=nodes, **axes)
     monkeypatch.undo()
     assert hashed == dict.fromkeys(blocks, len(set(nodes)))

@@ -87,6 +87,7 @@ def killed_save(folder, ranks, at):
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.soak  # test_kills has some of these moments, and finer ones
 def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path):
     steps = []
     for at in range(200):

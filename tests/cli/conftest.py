@@ -9,6 +9,7 @@ from threadpoolctl import threadpool_limits
 
 from spmd_engine import run_threads
 from spmd_engine.cli import main
+from spmd_engine.models.decoder import GPT_SIZES
 from support.command_line import ONE_THREAD, QUIET, TEXT
 
 
@@ -45,12 +46,13 @@ def virtual(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def several_by_mpi(mpi_run, tmp_path):
-    """Commands one after the other on ranks that are started once: what each of them prints."""
-    program = Path(__file__).with_name("several_commands.py")
+    """Commands one after the other on ranks that are started once: what each of them prints. gpt-nano is as here."""
+    program, size = Path(__file__).with_name("several_commands.py"), GPT_SIZES["gpt-nano"]
+    size = json.dumps({"layers": size.layers, "width": size.width})
 
     def run(ranks, *commands):
         commands = [json.dumps([str(argument) for argument in command]) for command in commands]
-        result = mpi_run(ranks, program, *commands, env=ONE_THREAD, cwd=tmp_path)
+        result = mpi_run(ranks, program, size, *commands, env=ONE_THREAD, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         *texts, rest = result.stdout.split("-- the end of a command\n")
         assert len(texts) == len(commands) and not rest

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from spmd_engine.cli import main
+from spmd_engine.models.names import build_model
 from spmd_engine.training import TrainConfig
 from support import saved
 from support.command_line import QUIET, TEXT, metrics
@@ -16,6 +17,9 @@ from support.command_line import QUIET, TEXT, metrics
 STEPS = 2
 EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", str(STEPS), "--warmup", "1", "--dropout", "0.1"]
 EXACT += ["--grad-clip", "1", "--length", "8", *QUIET, *TEXT]
+
+
+pytestmark = pytest.mark.usefixtures("narrow")
 
 
 #: Options that say where and when, on two ranks; the others, more ranks, and each axis beside another, in SOAK.
@@ -84,10 +88,10 @@ def test_gpt_nano_trains_alike_however_it_is_composed(several, here, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("composition", SOAK)
-def test_gpt_nano_trains_alike_on_more_ranks(ok, here, tmp_path, composition):
+def test_gpt_nano_trains_alike_on_more_ranks(several_by_mpi, here, tmp_path, composition):
     command, alone = exact(composition)
     here(*alone)
-    ok(prod(axes_of(composition).values()), *command)
+    several_by_mpi(prod(axes_of(composition).values()), command)
     assert_alike(tmp_path / "runs" / command[-1], tmp_path / "runs" / alone[-1])
 
 
@@ -275,9 +279,10 @@ def test_infer_error_names_the_shape_of_a_run(infer_here, tmp_path):
 
 def test_inspect_needs_no_ranks(here):
     _, text, _ = here("inspect", "--mesh", "data=2,model=4")
-    assert "931,872 parameters" in text and "8 ranks" in text
+    count = build_model("gpt-nano").parameter_count
+    assert f"{count:,} parameters" in text and "8 ranks" in text
     assert "block0/mlp/w0" in text and "d f/model" in text and "v/model d" in text
-    assert f"{931872 * 4:,}" in here("inspect")[1]
+    assert f"{count * 4:,}" in here("inspect")[1]
 
 
 def test_prepare_train_score_and_write(several, here, tmp_path):

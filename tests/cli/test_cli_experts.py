@@ -44,6 +44,7 @@ def test_inspect_lists_experts_and_where_they_are(here):
         assert part in output
 
 
+@pytest.mark.usefixtures("narrow")
 def test_ranks_without_experts_are_a_notice(here):
     code, _, errors = here("inspect", "--model", "gpt-moe-nano", "--experts", "3", "--mesh", "expert=4")
     assert code == 0 and "3 experts over expert=4: 1 of 4 parts hold none" in errors

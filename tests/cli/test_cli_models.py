@@ -218,6 +218,7 @@ def test_inspect_names_fields_that_are_not_heeded_and_fails_before_it_prints(her
     assert (code, out) == (2, "") and "neither model.safetensors nor" in error
 
 
+@pytest.mark.usefixtures("narrow")
 def test_verify_takes_what_routers_take(here):
     sizes = ["--model", "gpt-moe-nano", "--steps", "1", "--batch-size", "2", "--length", "8"]
     code, out, error = here("verify", *sizes, "--capacity-factor", "0.5", "--z-loss", "0.01")

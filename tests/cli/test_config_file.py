@@ -4,6 +4,8 @@ import pytest
 
 from spmd_engine.training import TrainConfig
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 
 @pytest.fixture
 def write(tmp_path):

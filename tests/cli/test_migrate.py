@@ -22,10 +22,14 @@ migrate_module = importlib.import_module("spmd_engine.cli.migrate")
 
 WAITS = "another 'migrate' waits for its answer; end it to withdraw its request"
 PROGRAM = """
-import os
+import os, time
 from pathlib import Path
 from spmd_engine.cli import main
 from spmd_engine.runtime.launchers import launcher_rank
+from spmd_engine.training import Trainer
+
+step = Trainer.step
+Trainer.step = lambda trainer: time.sleep(0.05) or step(trainer)  # nobody waits for its steps
 
 Path(f"process-{launcher_rank()}").write_text(str(os.getpid()))
 main("train --model mlp --steps 1000000 --batch-size 8 --eval-samples 2 --eval-every 0 --data DATA --run r".split())

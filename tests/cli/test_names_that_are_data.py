@@ -47,8 +47,7 @@ def corpus(folder):
 
 def train(name, folder):
     """The losses, norms of gradients, and names and sums of squares of all that a short run has saved."""
-    data = {"gpt-nano": corpus(folder), "random routing": corpus(folder), "adapters": LETTERS}.get(name)
-    run = folder / "run"
+    run, data = folder / "run", {"resnet-nano": None, "adapters": LETTERS}.get(name, corpus(folder))
     arguments = ["train", *RUNS[name], *(["--data", str(data)] if data else []), "--run", str(run)]
     run_threads(lambda: main(arguments), 2 if name == "PowerSGD" else 1)
     steps = [[step["loss"], step["grad_norm"]] for step in metrics(run)]

@@ -16,6 +16,8 @@ from spmd_engine.tokens import ByteTokenizer
 from spmd_engine.training.data.prepare import prepare
 from support.command_line import QUIET, TEXT, limited
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 
 def test_a_file_that_cannot_be_completed_leaves_what_was_there(tmp_path):
     path = tmp_path / "y.npy"

@@ -13,6 +13,8 @@ from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.training import TrainConfig
 from support.command_line import QUIET
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 FIXED = ("plan", "--machine", "cpu", "--ranks", "2", "--model", "mlp", "--batch-size", "16", "--mesh", "data=2")
 
 

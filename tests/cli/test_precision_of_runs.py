@@ -1,26 +1,16 @@
 """--precision on the command line: runs that change it, what they save, and what refuses it."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from spmd_engine.checkpoints.read import read_manifest
-from spmd_engine.models.decoder import GPT_SIZES
 from spmd_engine.training import loss_scale
 from support import saved
 from support.command_line import QUIET, TEXT, metrics
 
-
-@pytest.fixture(scope="module", autouse=True)
-def narrow():
-    """The built-in model has fewer and narrower layers here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(GPT_SIZES, "gpt-nano", replace(GPT_SIZES["gpt-nano"], layers=2, width=24))
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("narrow")
 SMALL = ["train", "--model", "gpt-nano", "--length", "16", "--batch-size", "4", *QUIET, *TEXT]
 
 

@@ -131,7 +131,10 @@ NODES = {"one node": None, "two nodes": ["a", "b", "a", "b"]}
     "members, after, how, nodes",
     [
         pytest.param(
-            *GOING_ON[who], NODES[where], id=f"{who}-{where}", marks=pytest.mark.soak if (i + 2 * j) % 4 % 3 else []
+            *GOING_ON[who],
+            NODES[where],
+            id=f"{who}-{where}",
+            marks=[] if (i, j) in ((0, 0), (1, 1)) else pytest.mark.soak,
         )
         for i, who in enumerate(GOING_ON)
         for j, where in enumerate(NODES)
@@ -181,9 +184,9 @@ def test_ranks_that_go_on_on_several_meshes_are_refused():
 
 
 def test_no_rank_holds_more_than_its_own_and_two_pieces(monkeypatch):
-    """16 MB of parameters: beside the new blocks (those of the state are counted here) some pieces of 64 KiB."""
-    monkeypatch.setattr("spmd_engine.engine.state.engine_state.PIECE", 1 << 16)
-    n, model = 4, two_layers(1024, 1024)
+    """4 MB of parameters: beside the new blocks (those of the state are counted here) some pieces of 16 KiB."""
+    monkeypatch.setattr("spmd_engine.engine.state.engine_state.PIECE", 1 << 14)
+    n, model = 4, two_layers(512, 512)
 
     @contextmanager
     def program():
@@ -194,4 +197,4 @@ def test_no_rank_holds_more_than_its_own_and_two_pieces(monkeypatch):
 
     peak = peak_of(program, n)
     parameters = sum(int(np.prod(shape)) for _, (_, shape) in model.parameters()) * 8
-    assert 2 * parameters <= peak <= 2 * parameters + (3 << 20)
+    assert 2 * parameters <= peak <= 2 * parameters + (1 << 20)

@@ -14,6 +14,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.training.loggers import CSVLogger, PrometheusLogger, TensorBoardLogger, logger_named
 from support.command_line import QUIET, TEXT
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 JOB = ["train", "--model", "gpt-nano", *TEXT, "--length", "16", "--batch-size", "2", *QUIET]
 
 

@@ -27,6 +27,7 @@ TEXT_MODEL, EXPERTS, IMAGES, ADAPTERS, MLP = 3, 8, 1, 2, 5  #: seeds that draw j
 
 def job_of(seed, folder, **more):
     job = RandomJob(seed, folder)
+    assert job.legs  # what is drawn next follows them
     job.steps = CHANGES + 2
     job.what |= {"steps": job.steps, "batch_size": 12, "micro_batches": 2, "eval_every": 3, "timeout": 60.0, **more}
     return job

@@ -12,6 +12,8 @@ from spmd_engine.runtime.launchers import terminal
 from spmd_engine.training import Trainer
 from support.command_line import QUIET, TEXT
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 PLACE = "/dev/null"  # no terminal: 80 columns
 
 

@@ -21,6 +21,8 @@ from spmd_engine.training.run import Run
 from spmd_engine.units import clock_time, readable_bytes
 from support.command_line import QUIET, TEXT, metrics
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 
 class Page(HTMLParser):
     """The texts of a page by the tag that holds them, its sections, and the numbers of its curves."""

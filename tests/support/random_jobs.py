@@ -6,6 +6,7 @@ change their shape in between. The reference is one rank that runs all steps at 
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -91,8 +92,12 @@ class RandomJob:
             "learning_rate": 0.02,
         }  # fmt: skip
         getattr(self, f"_{self.kind}")()
-        cuts = sorted({self.steps, *rng.integers(1, self.steps + 1, rng.integers(0, 3)).tolist()})
-        self.legs = [self._leg(first, last) for first, last in zip([0, *cuts[:-1]], cuts, strict=True)]
+
+    @cached_property
+    def legs(self):
+        """Drawn when they are asked for: their meshes take longer than some jobs."""
+        cuts = sorted({self.steps, *self.rng.integers(1, self.steps + 1, self.rng.integers(0, 3)).tolist()})
+        return [self._leg(first, last) for first, last in zip([0, *cuts[:-1]], cuts, strict=True)]
 
     # --- what is computed
 
