@@ -38,13 +38,15 @@ def former_words(text):
 
 
 @cache
-def trees():
-    return [(path.relative_to(PACKAGE), ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))]
+def nodes():
+    """The nodes of each file's syntax tree."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [(path.relative_to(PACKAGE), list(ast.walk(ast.parse(path.read_text())))) for path in paths]
 
 
-def identifiers(tree):
+def identifiers(nodes):
     """Names that a file defines."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef() | ast.ClassDef():
                 yield node.name
@@ -52,8 +54,8 @@ def identifiers(tree):
                 yield name
 
 
-def texts_of_errors(tree):
-    for node in ast.walk(tree):
+def texts_of_errors(nodes):
+    for node in nodes:
         if isinstance(node, ast.Raise) and node.exc is not None:
             strings = (each.value for each in ast.walk(node.exc) if isinstance(each, ast.Constant))
             yield from (text for text in strings if isinstance(text, str))
@@ -66,14 +68,12 @@ def test_the_words_of_an_identifier():
 
 @pytest.mark.parametrize("texts", [identifiers, texts_of_errors], ids=["identifiers", "errors"])
 def test_code_has_no_former_words(texts):
-    found = [
-        (str(path), text, words) for path, tree in trees() for text in texts(tree) if (words := former_words(text))
-    ]
+    found = [(str(path), text, words) for path, its in nodes() for text in texts(its) if (words := former_words(text))]
     assert not found
 
 
 def test_files_have_no_former_words():
-    assert not [path for path, _ in trees() if former_words(str(path))]
+    assert not [path for path, _ in nodes() if former_words(str(path))]
 
 
 def test_options_have_no_former_words():
@@ -94,7 +94,7 @@ OF_USERS = {"cut_rows", "may_cut"}  # names that users override
 
 
 def reworded():
-    return [(path, tree) for path, tree in trees() if not path.as_posix().startswith(LATER)]
+    return [(path, its) for path, its in nodes() if not path.as_posix().startswith(LATER)]
 
 
 def texts_without_subject(text):
@@ -116,5 +116,5 @@ def test_comments_and_docstrings_begin_with_their_subject():
 
 
 def test_names_say_what_they_hold_and_that_shards_are_shards():
-    names = [(str(path), name) for path, tree in reworded() for name in identifiers(tree) if name not in OF_USERS]
+    names = [(str(path), name) for path, its in reworded() for name in identifiers(its) if name not in OF_USERS]
     assert not [(path, name) for path, name in names if name == "each" or "cut" in name.split("_")]

@@ -17,8 +17,6 @@ from spmd_engine.jobs import run_job
 from spmd_engine.runtime.signals import StopFlag
 from support.command_line import QUIET, TEXT
 
-SMALL = ["--batch-size", "2", "--length", "8"]
-
 
 def config_of(seed, folder, **options):
     job = job_of(seed, folder)
@@ -88,8 +86,8 @@ def test_a_signal_to_a_helper_rank_ends_the_run_after_a_save(tmp_path, monkeypat
 
 @pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
 def test_a_killed_helper_rank_ends_the_job(tmp_path):
-    options = ["--mesh", "data=2", "--assign", "block1-2:rank2", "--steps", "100000", "--run", "./run"]
-    arguments = ["-m", "spmd_engine", "train", "--model", "gpt-nano", *options, *TEXT, *QUIET, *SMALL]
+    options = ["--mesh", "data=2", "--assign", "layer_1:rank2", "--steps", "100000", "--run", "./run"]
+    arguments = ["-m", "spmd_engine", "train", "--model", "mlp", *options, *TEXT, *QUIET, "--batch-size", "2"]
     with (tmp_path / "said").open("w") as said, Job(3, arguments, cwd=tmp_path, stderr=said, stdout=said) as job:
         metrics, ends = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 100
         while not (metrics.exists() and metrics.read_text().count("\n") > 1):

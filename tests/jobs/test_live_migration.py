@@ -286,7 +286,9 @@ def test_a_change_in_which_nothing_moves_is_told_and_made(tmp_path, monkeypatch,
         assert [each["bytes"] for each in told["protocols"].values()] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("protocol, label", [("stop-and-copy", "reshard"), ("live", "migration: copy")])
+@pytest.mark.parametrize(
+    "protocol, label", [pytest.param("stop-and-copy", "reshard", marks=pytest.mark.soak), ("live", "migration: copy")]
+)
 def test_a_dry_run_moves_nothing_and_tells_what_a_protocol_will_move(tmp_path, protocol, label):
     case = CASES["all to other axes, ZeRO-3 to 2"]
     change = ShapeRequest(**case.request, protocol=protocol)

@@ -130,7 +130,7 @@ def test_a_whole_job_on_cuda_has_the_losses_of_the_cpu(name, data, tmp_path, cud
     np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("transport", ["nccl", "staged"])
+@pytest.mark.parametrize("transport", ["nccl", pytest.param("staged", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "name",
     some(

@@ -36,7 +36,13 @@ def machine(quick, slow):
 
 def request_for(of, **changes):
     """Ranks stay as the machine lists them: their orders have tests of their own."""
-    return Request(SMALL, of, [2], [16], **{"fixed": {"zero": 1, "micro_batches": 1}, "placement": "order", **changes})
+    return Request(
+        SMALL,
+        of,
+        [2],
+        [16],
+        **{"fixed": {"zero": 1, "micro_batches": 1, "recompute": "none"}, "placement": "order", **changes},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +64,7 @@ def test_work_goes_by_speed(planned_by_speed):
 
 def test_heads_and_widths_go_by_speed():
     quick, slow = (12e10, 1e9), (4e10, 1e9)
-    fixed = {"mesh": {"model": 2}, "micro_batches": 1, "sequence_parallel": False}
+    fixed = {"mesh": {"model": 2}, "micro_batches": 1, "sequence_parallel": False, "recompute": "none"}
     result = find_plan(request_for(machine(quick, slow), fixed=fixed))
     assert result.plan.candidate.shares == "model=3:1"  # 5 of 6 heads, 3/4 of the hidden rows
     slower = re.match(r"shares model=3:1, not even: that would take \+([\d.]+)% time", result.reasons[0])
@@ -68,7 +74,7 @@ def test_heads_and_widths_go_by_speed():
 def test_given_shares_are_kept():
     """A mesh that they do not fit is no candidate; those along the others may be found."""
     given = ParallelConfig(shares="model=2:1")
-    result = find_plan(request_for(machine((8e10, 1e9), (8e10, 1e9)), base=given))
+    result = find_plan(request_for(machine((8e10, 1e9), (8e10, 1e9)), base=given, axes=["data", "model"]))
     assert result.plan.candidate.mesh == {"model": 2} and result.composition.shares == "model=2:1"
     with pytest.raises(UsageError, match="cannot be distributed over 2 ranks"):
         find_plan(request_for(machine((8e10, 1e9), (8e10, 1e9)), base=ParallelConfig(shares="model=2:1:1")))

@@ -109,7 +109,8 @@ def test_what_the_engine_does_not_offload_is_not_planned(name, how, why, mesh):
         plan("gpt-nano", ranks=2, mesh=mesh, machine=name, base=ParallelConfig(**how), seconds=1)
 
 
-def test_the_searches_with_and_without_offloading_share_the_limit(quick_disk, monkeypatch):
+def test_offloading_is_planned_where_it_is_faster_than_recomputation(quick_disk, monkeypatch):
+    """And the searches with and without it share the limit."""
     given, search = [], plan_search.search
 
     def counted(model, space, limits, goal, budget, **options):
@@ -117,7 +118,10 @@ def test_the_searches_with_and_without_offloading_share_the_limit(quick_disk, mo
         return search(model, space, limits, goal, budget, **options)
 
     monkeypatch.setattr(plan_search, "search", counted)
-    plan("gpt-mini", ranks=2, machine=quick_disk, batch_size=8, memory="130MiB", seconds=4, axes=["data"])
+    limits = {"memory": "130MiB", "seconds": 3, "axes": ["data"], "fixed": {"micro_batches": 4}}
+    result = plan("gpt-mini", ranks=2, machine=quick_disk, batch_size=8, **limits)
+    assert result.plan.candidate.recompute == "none" and result.composition.offload
+    assert result.reasons[0].startswith("zero")
     (first, *_), (second, *_) = ([left for alone, left in given if alone == is_first] for is_first in (True, False))
     whole = plan_search.EVALUATIONS
     assert first == 0.75 * whole and whole / 4 < second < whole  # what the first does not use is left to the second
@@ -176,13 +180,6 @@ def test_offloading_is_planned_where_nothing_else_fits(quick_disk):
     assert plan("gpt-mini", ranks=2, base=ParallelConfig(offload="none"), **limits, **options).plan is None
     refused = plan("gpt-mini", mesh={"data": 2}, base=ParallelConfig(zero=1), memory="20MiB", **options)
     assert re.search(r"mesh data=2 cannot be kept together; it needs [\d.]+ MiB", refused.why_not)  # no parameters
-
-
-def test_offloading_is_planned_where_it_is_faster_than_recomputation(quick_disk):
-    limits = {"memory": "130MiB", "seconds": 3, "axes": ["data"], "fixed": {"micro_batches": 4}}
-    result = plan("gpt-mini", ranks=2, machine=quick_disk, batch_size=8, **limits)
-    assert result.plan.candidate.recompute == "none" and result.composition.offload
-    assert result.reasons[0].startswith("zero")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

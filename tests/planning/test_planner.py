@@ -316,7 +316,9 @@ def test_the_closest_plan_of_a_search_without_time_exceeds_its_limit_least():
     assert all(limits.excess(nearest) < limits.excess(search.plan(each)) for each in others)
 
 
-@pytest.mark.parametrize("limits", [{"compute": 1e-5}, {"bandwidth": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{"compute": 1e-5}, pytest.param({"bandwidth": 1.0}, marks=pytest.mark.soak)], ids=str
+)
 def test_the_relaxation_of_a_limit_is_the_smallest_of_all_plans(limits):
     machine, limits = read_machine("cpu").with_ranks(2), Limits(**limits)
     request = Request(build_model("mlp"), machine, [2], [16], limits=limits, fallback=None)
