@@ -89,7 +89,13 @@ class Configuration:
 
     def changed(self, **values: Any) -> Self:
         """A copy with these values of some fields: ``changed(steps=3)``."""
-        return replace(self, **values)
+        try:
+            return replace(self, **values)
+        except TypeError:
+            names = [f.name for f in fields(self)]
+            for name in values.keys() - names:
+                raise UsageError(f"{type(self).__name__} has no field {name!r}; {one_of(name, names)}") from None
+            raise
 
     def as_json(self) -> dict[str, Any]:
         """The input of ``from_json``: all fields by name, nested configurations as objects, mappings unchanged."""
@@ -103,7 +109,7 @@ class Configuration:
         values.
         """
         if not isinstance(content, Mapping):
-            raise UsageError(f"{where}: it must be an object, {{...}}, not {json.dumps(content)}")
+            raise UsageError(f"{where or cls.__name__}: it must be an object, {{...}}, not {json.dumps(content)}")
         types = _types(cls)
         names = [f.name for f in _fields_in_json(cls)]
         renamed = {old: f.name for f in fields(cls) for old in f.metadata.get("old_names", ())}

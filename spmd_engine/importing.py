@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 
 
 def library(module: str, needs: str, extra: str) -> Any:
@@ -35,7 +35,8 @@ def imported_when_asked(package: str) -> Callable[[str], Any]:
     def get(name: str) -> Any:
         module = None if name.startswith("__") else _modules_by_name(package).get(name)
         if module is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            there = one_of(name, getattr(sys.modules[package], "__all__", ()))
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; {there}")
         value = import_module(f"{package}.{name}") if module == package else getattr(import_module(module), name)
         setattr(sys.modules[package], name, value)  # later uses do not call this function
         return value

@@ -54,10 +54,7 @@ def cross_entropy(
     """
     _check_arrays("cross_entropy", outputs=outputs, targets=targets)
     xp = backend_of(outputs).xp
-    if targets.size * outputs.shape[-1] != outputs.size:
-        raise UsageError(
-            f"cross_entropy: outputs of shape {outputs.shape}, targets of {targets.shape}; give one class for each row"
-        )
+    _check_rows("cross_entropy", outputs, targets, mask)
     if over is None and not start:  # otherwise targets may be classes of other ranks
         check_classes(targets, outputs.shape[-1], mask)
     scores = outputs.reshape(targets.size, outputs.shape[-1])
@@ -98,6 +95,15 @@ def _check_arrays(name: str, **arrays: Array) -> None:
             raise UsageError(f"{name}: {role} is {described(x)}; give an array")
 
 
+def _check_rows(name: str, outputs: Array, targets: Array, mask: Array | None) -> None:
+    if targets.size * outputs.shape[-1] != outputs.size:
+        raise UsageError(
+            f"{name}: outputs of shape {outputs.shape}, targets of {targets.shape}; give one class for each row"
+        )
+    if mask is not None and mask.size != targets.size:
+        raise UsageError(f"{name}: mask of shape {mask.shape}, targets of {targets.shape}; give a number for each")
+
+
 def check_classes(targets: Array, classes: int, mask: Array | None = None) -> None:
     """Raise UsageError for a target that is not a class: the loss would ignore it silently. Host arrays only."""
     if backend_of(targets).on_device or not targets.size:
@@ -121,6 +127,7 @@ def right_classes(
     their classes, and all its ranks get the same result.
     """
     xp = backend_of(outputs).xp
+    _check_rows("right_classes", outputs, targets, mask)
     scores = outputs.reshape(targets.size, outputs.shape[-1])
     count, width = scores.shape
     no_class = xp.iinfo(xp.int64).max  # larger than every class

@@ -18,7 +18,7 @@ FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py")
 #: are tools.
 FLOORS = [
     {"errors"},
-    {"importing", "units"},
+    {"arguments", "importing", "units"},
     {"files"},
     {"axes", "configuration", "foreign", "pictures"},
     {"requirements"},
@@ -50,9 +50,12 @@ TOOLS_USE = {"adaptive": {"planning"}, "observability": {"adaptive", "planning"}
 
 #: Module-level state that changes at run time, with the reason why it may.
 STATE = {
+    "arguments.py: _kind": "the cache of a pure function",
+    "arguments.py: _signature": "the cache of a pure function",
     "arrays/attention.py: _parts": "the cache of a pure function",
     "arrays/attention.py: _rows_and_keys": "the cache of a pure function",
     "arrays/backend.py: ones": "the cache of a pure function",
+    "formats/image_files.py: _silence_libtiff": "a library is told once",
     "formats/text_documents.py: _alone_among": "the cache of a pure function",
     "formats/text_documents.py: _notice": "which notices were logged",
     "formats/text_documents.py: _usual_among": "the cache of a pure function",

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, rounded
 from spmd_engine.arrays.products import matmul
-from spmd_engine.errors import NotationError
+from spmd_engine.errors import NotationError, described
 
 Shape = tuple[int, ...]
 View = tuple[Callable[[Array], Array], ...]  #: how an array is summed, transposed and reshaped: the steps
@@ -41,7 +41,11 @@ def einsum(
     products and sums are wider, and rounded once. Raises NotationError naming pattern and shapes where a letter has
     two sizes, an operand too many or too few dimensions, or ``out`` another shape than the result.
     """
-    plan = _plan(pattern, *map(_shape_of, operands))
+    try:
+        plan = _plan(pattern, *map(_shape_of, operands))
+    except (AttributeError, TypeError):
+        _check_arguments(pattern, operands)
+        raise
     if out is not None:
         if out.shape != plan.shape:
             raise NotationError(f'einsum "{pattern}": the result has shape {plan.shape}, out has {out.shape}')
@@ -75,6 +79,16 @@ def einsum(
     else:
         out[...] = result
     return out
+
+
+def _check_arguments(pattern: Any, operands: Sequence[Any]) -> None:
+    if not isinstance(pattern, str):
+        raise NotationError(f'einsum: the pattern is {described(pattern)}; it comes first: einsum("bd,df->bf", x, w)')
+    for number, x in enumerate(operands):
+        if not hasattr(x, "shape"):
+            raise NotationError(
+                f'einsum "{pattern}": operand {number} is {described(x)}; make it an array, by numpy.asarray'
+            )
 
 
 class _Plan(NamedTuple):

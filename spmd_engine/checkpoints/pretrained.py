@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.checkpoints.hf.weights import Filled, Pretrained, adapter_options, read_adapters
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.comm import Group, Mesh
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ranks, on_rank_zero
 from spmd_engine.engine import LayeredEngine, ModelConfig, ParallelConfig, build_engine
-from spmd_engine.errors import CheckpointError, UsageError, check_argument
+from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.foreign import first_few
 from spmd_engine.models.names import load_config, located, other_meaning
 
@@ -64,15 +65,13 @@ def open_pretrained(
     return engine, load_pretrained(engine, model.name, model.adapter)
 
 
+@checked(engine="a LayeredEngine, before the path", path="that of a model's folder or file")
 def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path | None = None) -> Pretrained:
     """Load weights into an engine of their shape: each rank reads only its own slices. Collective.
 
     The engine's adapters are read from the folder ``adapter``, if it is given; otherwise they are drawn. Raises the
     same UsageError on all ranks if the weights are wrong on any rank.
     """
-
-    check_argument("load_pretrained: engine", engine, LayeredEngine, "a LayeredEngine, before the path")
-    check_argument("load_pretrained: path", path, (str, Path), "that of a model's folder or file")
 
     def read() -> tuple[Pretrained, dict[str, Sliceable]]:
         pretrained = Pretrained(path)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.checkpoints.format.folder import CHECKPOINTS, MANIFEST, find_checkpoint, step_in_name
 from spmd_engine.checkpoints.format.manifest import (
     MODEL,
@@ -30,7 +31,7 @@ from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import MASTER, Optimizer
 from spmd_engine.engine.zero.parameter_store import check_shapes
-from spmd_engine.errors import CheckpointError, check_argument
+from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
 from spmd_engine.formats.safetensors_file import read_header, tensors_of
 from spmd_engine.formats.safetensors_header import dtype_of
@@ -188,6 +189,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+@checked(folder="the path of a run, before the engine", engine="a ShardedEngine, after it")
 def load_checkpoint(
     folder: str | os.PathLike, engine: ShardedEngine, optimizer: Optimizer | None = None
 ) -> dict[str, Any]:
@@ -197,7 +199,6 @@ def load_checkpoint(
     any mesh, ZeRO stage and pipeline stages. Raises CheckpointError if an array is damaged, missing or of another
     shape. Collective over the world for an engine that ``is_filled_in_place``.
     """
-    check_argument("load_checkpoint: engine", engine, ShardedEngine, "a ShardedEngine, after the folder")
     if engine.is_filled_in_place:  # rank 0 chooses: a running job may be saving a newer one just now
         folder = text_from_rank_zero(engine.group(), lambda: str(_find(folder)), CheckpointError)
     checkpoint = Checkpoint(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 from threading import Thread
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.checkpoints.format.blocks import block_name, dtype_name
@@ -32,7 +34,7 @@ from spmd_engine.comm.agreement.rank_zero import gather_equal_json, gather_json,
 from spmd_engine.engine import LayeredEngine, ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.state.assignment import shares_text
-from spmd_engine.errors import CheckpointError, UsageError, check_argument
+from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.sharding.placement import ArrayPlacement, OneEach, Placement, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle
 
@@ -40,6 +42,7 @@ BLOCK = 4 << 20  #: bytes; larger rectangles become several blocks, so that a ra
 KEEP = 2  #: complete checkpoints that are kept
 
 
+@checked({"step": 0, "keep": 1}, folder="the path of a run, before the engine", engine="a ShardedEngine, after it")
 def save_checkpoint(
     folder: str | os.PathLike,
     engine: ShardedEngine,
@@ -141,9 +144,13 @@ class Save:
         facts: Mapping[str, Any] | None = None,
         background: bool = False,
     ) -> None:
-        check_argument("save_checkpoint: engine", engine, ShardedEngine, "a ShardedEngine, after the folder")
-        check_argument("save_checkpoint: folder", folder, (str, os.PathLike), "that of a run")
-        check_argument("save_checkpoint: step", step, SupportsIndex, "a number")
+        for name, value in {"config": config, **(facts or {})}.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"save_checkpoint: {name}: {error}; give what JSON has: texts, numbers, lists"
+                ) from None
         self.step, self._keep, self._group = step, keep, engine.group()
         self._folder = CheckpointFolder(folder)
         self._config, self._facts, self._mesh = config, dict(facts or {}), mesh_name(engine)

@@ -241,6 +241,8 @@ def describe(mesh: Mesh, x: Array | Sequence[int], sharding: str | Spec) -> Arra
     spec = Spec.parse(sharding) if isinstance(sharding, str) else sharding
     places, ranks = mesh.peers(None), mesh.ranks_in_order
     if isinstance(x, Sequence):
+        if isinstance(x, str) or any(not hasattr(length, "__index__") or length < 0 for length in x):
+            raise UsageError(f"describe: the shape is {x!r}; give whole numbers from 0, as in (8, 6)")
         return ArraySharding.of(spec, x, places, ranks=ranks, devices=mesh.nodes, rank=mesh.rank)
     if not hasattr(x, "shape"):
         raise UsageError(f"describe: x is a {type(x).__name__}; give this rank's array, or the shape of the whole one")

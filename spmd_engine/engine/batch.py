@@ -71,6 +71,10 @@ def make_batch(
     """
     if micro_batches < 1:
         raise UsageError(f"micro_batches is {micro_batches}: make it 1 or more; pass the step by its name, step=step")
+    if micro_batches > size:
+        raise UsageError(f"batch: {size} samples in {micro_batches} micro-batches: give at most as many parts")
+    if step < 0:
+        raise UsageError(f"batch: step is {step}; steps count from 0")
     parts = []
     for m in range(micro_batches):
         micro_span = span(size, micro_batches, m)
@@ -121,11 +125,6 @@ def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches
             raise UsageError(f"batch_of: {name} has {has}; give an array of numbers with a row for each sample")
     if len(inputs) != len(targets):
         raise UsageError(f"batch_of: inputs have {len(inputs)} rows, targets {len(targets)}; give one for each input")
-
-    if micro_batches > len(inputs):
-        raise UsageError(
-            f"batch_of: {len(inputs)} samples in {micro_batches} micro-batches: give at most as many parts"
-        )
 
     def load(samples: np.ndarray) -> tuple[Array, Array]:
         return inputs[samples], targets[samples]

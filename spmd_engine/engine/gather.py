@@ -73,6 +73,8 @@ def assemble(
     if name not in engine.names and name not in engine.buffer_names:
         names = (*engine.names, *engine.buffer_names)
         raise UsageError(f"no parameter {name!r}; {one_of(name, names) if names else lack_of_parameters(engine)}")
+    if root is not None and not 0 <= root < engine.group().size:
+        raise UsageError(f"gather of {name!r}: root is {root}, but ranks are 0 to {engine.group().size - 1}")
     part = None if part is None else engine.backend.asarray(part)  # that may be offloaded
     placements: dict[bool, KnownPlacement] = vars(engine).setdefault("_known_placements", {})
     fits = owned in placements and placements[owned].fits(engine.mesh, name, part)

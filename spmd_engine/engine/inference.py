@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +13,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import widened
 from spmd_engine.comm.agreement.rank_zero import waits_outside
 from spmd_engine.comm.notation import nested_span
-from spmd_engine.errors import RankAborted, SpmdError, UsageError
+from spmd_engine.errors import RankAborted, SpmdError, UsageError, check_argument, described
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.layers.layer import ForwardContext
 
@@ -36,6 +36,10 @@ def serve(engine: ShardedEngine, inputs: Any, outputs: Any) -> None:
     ``inputs`` and ``outputs`` are used on rank 0 alone.
     """
     engine.check_declared()
+    if engine.device_id == 0:
+        check_argument("inference_loop: input_stream", inputs, Iterable, "an iterable of whole inputs")
+        if not hasattr(outputs, "write"):
+            raise UsageError(f"inference_loop: output_stream is {described(outputs)}; give one with write(array)")
     zero = engine.group().lowest
     source = iter(inputs) if engine.device_id == 0 else iter(())
     with engine.inference():

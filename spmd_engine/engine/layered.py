@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays import random
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.arrays.precision import accumulated_in, float_dtype, rounded
@@ -61,6 +62,7 @@ class LayeredEngine(StoredEngine):
     placed: EngineState  #: what stores and executes the model on this mesh, while the engine ``is_placed``
     assigned: AssignedLayers | None = None  #: what this rank computes for others while it is outside the mesh
 
+    @checked(model="a Model; as_distributed also takes names and layers", mesh="a Mesh, as Mesh(data=2)")
     def __init__(
         self,
         model: Model,
@@ -79,8 +81,6 @@ class LayeredEngine(StoredEngine):
         placed: bool = True,
         trained: bool = True,
     ) -> None:
-        check_argument("LayeredEngine: model", model, Model, "a Model; as_distributed also takes names and layers")
-        check_argument("LayeredEngine: mesh", mesh, (Mesh, NoneType), "a Mesh, as Mesh(data=2)")
         self.model, self.seed, self.backend, self._trained = model, seed, backend, trained
         # That of a job is there before ``__init__``.
         dtype = next(choice for choice in (dtype, self.dtype, np.float32) if choice is not None)

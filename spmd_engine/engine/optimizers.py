@@ -127,6 +127,8 @@ class WarmupCosine:
 
     def __post_init__(self) -> None:
         _check_numbers("WarmupCosine", **vars(self))
+        if self.floor > 1:
+            raise UsageError(f"WarmupCosine: floor is {self.floor}; give a fraction of the peak, at most 1")
 
     def __call__(self, step: int) -> float:
         """The rate of step number ``step``, counted from 0."""

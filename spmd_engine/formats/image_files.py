@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -63,6 +64,7 @@ def _open_picture(source: Any) -> Any:
         raise
 
 
+@cache
 def _silence_libtiff() -> None:
     """Let Pillow's library for TIFF print no line of its own beside our error."""
     with suppress(OSError, AttributeError):  # a build of Pillow that has it otherwise

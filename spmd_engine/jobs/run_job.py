@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_engine.adaptive.monitor import CrossingLog
 from spmd_engine.adaptive.shape_changes import ShapeChanges
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
@@ -20,7 +21,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.reshape import ShapeRequest
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, counted
 from spmd_engine.jobs.resolve import resolve
 from spmd_engine.models.names import short_name
 from spmd_engine.planning.dry_run.first_step_check import first_step_check
@@ -43,6 +44,7 @@ PROMPT = "def "  #: the beginning of a sample
 TEMPERATURE = 0.8  #: temperature of samples
 
 
+@checked({"trace": 0})
 def train(
     job: TrainConfig | Mapping[str, Any] | str | Path | None = None,
     run: str | Path | None = None,
@@ -144,6 +146,11 @@ def _notices_without_effect(workload: Workload) -> list[str]:
     if job.training.optimizer == "adamw" and job.training.momentum != StepConfig().momentum:
         notices.append(
             f"momentum {job.training.momentum:g} has no effect: it is that of sgd, and the optimizer is adamw"
+        )
+    steps, warmup = job.training.decay_steps or job.training.steps, job.training.warmup or 0
+    if warmup > steps:
+        notices.append(
+            f"warmup {warmup} is longer than {counted(steps, 'step')}: the learning rate stays below its peak"
         )
     if job.shards_itself:
         return notices

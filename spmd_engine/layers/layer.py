@@ -18,6 +18,7 @@ from spmd_engine.layers.contract import (
     Signed,
     check_backward_input,
     check_backward_weight,
+    check_call,
     check_declarations,
     check_forward,
     guard,
@@ -67,7 +68,11 @@ class _Checked(Signed):
     """The class of layers: what a layer declares is checked when it has been made."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        layer = super().__call__(*args, **options)
+        try:
+            layer = super().__call__(*args, **options)
+        except TypeError:
+            check_call(cls.__name__, cls, *args, **options)
+            raise
         check_declarations(layer)
         return layer
 

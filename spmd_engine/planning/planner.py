@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from types import NoneType
-from typing import Any, SupportsFloat
+from typing import Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.axes import MeshPosition, checked_axes, count_ranks
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.build import composed_layout
-from spmd_engine.errors import UsageError, check_argument, one_of
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_toml, read_text, reading
 from spmd_engine.formats.safetensors_file import read_json
 from spmd_engine.importing import uncollected
@@ -46,6 +46,13 @@ from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, evalu
 NOTHING_FITS = 1  #: the exit code
 
 
+@checked(
+    {"seconds": 0},
+    model="a Model, or its name",
+    mesh='axes with their sizes, as {"data": 2}',
+    ranks="a number",
+    fixed='choices by name, as {"zero": 3}',
+)
 def plan(
     model: str | Model,
     *,
@@ -88,12 +95,6 @@ def plan(
 
     Raises UsageError for an unknown model or machine, and for options that contradict each other.
     """
-    check_argument("plan: model", model, (str, Model), "a Model, or its name")
-    check_argument("plan: mesh", mesh, (Mapping, NoneType), 'axes with their sizes, as {"data": 2}')
-    check_argument("plan: ranks", ranks, (int, Sequence, NoneType) if not isinstance(ranks, str) else int, "a number")
-    check_argument("plan: fixed", fixed, (Mapping, NoneType), 'choices by name, as {"zero": 3}')
-    check_argument("plan: base", base, ParallelConfig, "a ParallelConfig")
-    check_argument("plan: seconds", seconds, SupportsFloat, "a number")
     fixed = {**(fixed or {}), **({"mesh": checked_axes(mesh)} if mesh else {})}
     if ranks is None:
         if not mesh:
@@ -103,8 +104,6 @@ def plan(
     chosen = machine if isinstance(machine, Machine) else default_machine(machine)
     numbers, sizes = ([one] if isinstance(one, int) else one for one in (ranks, batch_size))
     for name, given in (("ranks", numbers), ("batch_size", sizes)):
-        if not all(hasattr(one, "__index__") for one in given):
-            raise UsageError(f"plan: {name} is {given!r}; give a whole number, or several in a list")
         if not given or min(given) < 1:
             raise UsageError(f"plan: {name} is {', '.join(map(str, given)) or 'empty'}; it must be from 1")
     limits = {"memory": memory, "latency": latency, "bandwidth": bandwidth, "compute": compute}

@@ -12,15 +12,17 @@ from zlib import crc32
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero
+from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.inference import decode_inputs
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.state.moving_cache import pack_cache, unpack_cache
 from spmd_engine.engine.state.moving_state import Parts
-from spmd_engine.errors import NotFiniteError, UsageError, check_argument
+from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.serving.sampling import SamplingOptions, Vocabulary, choose
 from spmd_engine.sharding.placement import Placement
@@ -155,10 +157,10 @@ ROUNDING = {2: 0.05, 4: 1e-4, 8: 1e-12}
 
 
 @dataclass(frozen=True)
-class StoppingCriteria:
+class StoppingCriteria(Configuration):
     """When a text ends."""
 
-    tokens: int = 240  #: most new tokens
+    tokens: int = setting(240, least=0)  #: most new tokens
     ends: tuple[int, ...] = ()  #: tokens that end it
     stop: tuple[str, ...] = ()  #: strings that end it, and are left out
     #: Whether a text that fills the model's context continues: from a cache of its last half alone.
@@ -202,6 +204,12 @@ class _Sequence:
 OnText = Callable[[int, str], None]
 
 
+@checked(
+    {"batch_size": 1},
+    engine="a LayeredEngine, as build_engine or as_distributed make",
+    sampling="SamplingOptions(temperature=...)",
+    prompts="lists of tokens, [[1, 2], [3]]; a tokenizer encodes texts",
+)
 def generate(
     engine: LayeredEngine,
     prompts: Sequence[Sequence[int]],
@@ -220,10 +228,6 @@ def generate(
     of text as soon as later tokens cannot change it. Raises UsageError for a prompt that is empty, has unknown tokens
     or leaves no room in the context, and for a model that takes no tokens.
     """
-    check_argument("generate: engine", engine, LayeredEngine, "a LayeredEngine, as build_engine or as_distributed make")
-    check_argument("generate: sampling", sampling, SamplingOptions, "SamplingOptions(temperature=...)")
-    if isinstance(prompts, str) or any(isinstance(prompt, (str, int)) for prompt in prompts):
-        raise UsageError("generate: prompts are lists of tokens, [[1, 2], [3]]; a tokenizer encodes texts")
     model = NextTokens(engine, sampling, log_probs=log_probs)
     _check(engine, prompts, stopping, tokenizer)
     writer = _Writer(engine, prompts, stopping, tokenizer, sampling, on_text, batch_size)

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.checkpoints import CheckpointFolder, Save
-from spmd_engine.checkpoints.format.folder import RunLock, make_folder, replace_file
+from spmd_engine.checkpoints.format.folder import RunLock, make_folder, replace_file, step_in_name
 from spmd_engine.checkpoints.save import KEEP, mesh_name
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_rank_zero
 from spmd_engine.comm.group import Group
@@ -24,7 +25,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.engine.helpers import follow_orders
 from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.errors import CheckpointError, UsageError, check_argument
+from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.pictures import html_table
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
@@ -64,6 +65,11 @@ class Run:
     once.
     """
 
+    @checked(
+        {"eval_every": 0, "save_every": 0, "keep": 1, "check_replicas_every": 0, "trace": 0},
+        folder="the path of a folder, before the trainer",
+        trainer="a Trainer, after the folder",
+    )
     def __init__(
         self,
         folder: str | Path,
@@ -83,13 +89,10 @@ class Run:
         sample: Callable[[], str] = lambda: "",
         hooks: Sequence[Hook] = (),
     ) -> None:
-        check_argument("Run: folder", folder, (str, Path), "the path of a folder, before the trainer")
-        check_argument("Run: trainer", trainer, Trainer, "a Trainer, after the folder")
-        for observer in observers:
-            check_argument("Run: an observer", observer, Observer, "an Observer, not its class")
         self.folder, self.trainer, self.validation = Path(folder), trainer, validation
         self.eval_every, self.save_every, self.trace, self.sample = eval_every, save_every, trace, sample
         self.config, self.facts = config, dict(facts or {})
+        self._tried = config  # that of the last step: a job may not survive its first step in another shape
         self._keep, self._background, self._go_on_unsaved = keep, background, go_on_unsaved
         self._check_replicas_every = check_replicas_every
         self._phase = trainer.engine.mesh.activity.phase
@@ -171,7 +174,7 @@ class Run:
         """
         for report in self._traced(steps):
             stopped = bool(stop.taken)
-            self._report = report
+            self._report, self._tried = report, self.config
             if not stopped and self._saves_first(steps):
                 self._compare_and_save(ends=report.step == steps)
             is_due = self._evaluates(steps)
@@ -275,8 +278,8 @@ class Run:
         def write() -> None:
             self.check_lock()
             make_folder(self.folder)
-            if self.config is not None:
-                replace_file(self.folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
+            if self._tried is not None:
+                replace_file(self.folder / CONFIG, json.dumps(self._tried, indent=2) + "\n")
 
         self.on_rank_zero(write, CheckpointError)
 
@@ -342,7 +345,7 @@ class Run:
                 self.engine,
                 self.trainer.optimizer,
                 step=self.steps_done,
-                config=self.config,
+                config=self._tried,
                 keep=self._keep,
                 facts=facts,
                 background=self._background and not must,
@@ -419,6 +422,12 @@ class Run:
 
         def start() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
+            newest = CheckpointFolder(self.folder).newest()
+            if newest and (saved := step_in_name(newest) or 0) > self.steps_done:
+                raise UsageError(
+                    f"{self.folder} holds a run of {saved} steps, and this one has done {self.steps_done}: call its "
+                    "resume() first, or give another folder"
+                )
             for observer in self._observers.observers:
                 observer.started(self, steps)
                 started.callback(observer.closed)

@@ -206,7 +206,9 @@ class TrainConfig(Configuration):
             return _from_options(cls, content, where)
         if isinstance(content, Mapping) and content.get("version") != VERSION:
             version = json.dumps(content.get("version"))
-            raise UsageError(f"{where}: version is {version}; this program reads version {VERSION}")
+            raise UsageError(
+                f"{where}: version is {version}; this program reads version {VERSION}, as TrainConfig.of(...) writes it"
+            )
         return super().from_json(_with_defaults(content), where)
 
     @classmethod

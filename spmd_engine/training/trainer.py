@@ -11,10 +11,11 @@ from functools import lru_cache
 from math import inf, isfinite
 from threading import current_thread, main_thread
 from time import perf_counter, process_time, thread_time
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import backend_of
 from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.agreement.call_agreement import named
@@ -25,7 +26,7 @@ from spmd_engine.engine.batch import Batch, Evaluation
 from spmd_engine.engine.contract import check_batch
 from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.errors import NotFiniteError, ReplicasDifferError, UsageError, check_argument
+from spmd_engine.errors import NotFiniteError, ReplicasDifferError, UsageError
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.loss_scale import LossScale
@@ -103,6 +104,15 @@ class Trainer:
     flags are then taken.
     """
 
+    @checked(
+        {"grad_clip": 0, "first_step": 0, "max_skipped": 0},
+        ["optimizer", "batches", "rate", "grad_clip"],  # in a trainer for evaluations only
+        optimizer="an Optimizer, as SGD(), not its class",
+        batches="a function of the step, as lambda step: batch_of(x, y, engine, step=step)",
+        rate="a function of the step, as lambda step: 0.1",
+        loss="a function of outputs, targets and count, as mean_squared_error",
+        grad_clip="the largest norm of the gradient, or 0 for no limit",
+    )
     def __init__(
         self,
         engine: ShardedEngine,
@@ -118,8 +128,6 @@ class Trainer:
         max_skipped: int = 0,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        limits = {"grad_clip": grad_clip, "max_skipped": max_skipped, "loss": loss}
-        _check_arguments(engine=engine, optimizer=optimizer, batches=batches, rate=rate, **limits)
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.hooks = stop, max_skipped, tuple(hooks)
@@ -322,23 +330,6 @@ def _all_finite(x: Any) -> bool:
     if getattr(getattr(x, "dtype", None), "kind", "") not in ("f", "c"):
         return True
     return bool(backend_of(x).xp.isfinite(x).all())
-
-
-def _check_arguments(**arguments: Any) -> None:
-    expectations: dict[str, tuple[Any, str]] = {
-        "engine": (ShardedEngine, "a ShardedEngine, not its class"),
-        "optimizer": (Optimizer, "an Optimizer, as SGD(), not its class"),
-        "batches": (Callable, "a function of the step, as lambda step: batch_of(x, y, engine, step=step)"),
-        "rate": (Callable, "a function of the step, as lambda step: 0.1"),
-        "grad_clip": (SupportsFloat, "a number"),
-        "loss": (Callable, "a function of outputs, targets and count, as mean_squared_error"),
-        "max_skipped": (SupportsIndex, "a whole number"),
-    }
-    for name, (kind, expected) in expectations.items():
-        if arguments[name] is not None:  # None in a trainer for evaluations only
-            check_argument(f"Trainer(engine, optimizer, batches, rate): {name}", arguments[name], kind, expected)
-    if not 0 <= (clip := arguments["grad_clip"] or 0) < inf:
-        raise UsageError(f"Trainer: grad_clip is {clip}; give the largest norm of the gradient, or 0 for no limit")
 
 
 def _is_newer(kind: type, method: str, than: str) -> bool:

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.agreement.rank_zero import gather_json, on_rank_zero
 from spmd_engine.engine import Batch, ShardedEngine
 from spmd_engine.engine.definition import Loss
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.errors import NotFiniteError, UsageError, check_argument, described
+from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.verification.comparison import ComparedTensor, LocalPart, Measured, examine, from_first, measure
 from spmd_engine.verification.diagnosis import INITIAL, PARAMETER
 from spmd_engine.verification.finite_differences import check_gradients
@@ -29,6 +30,13 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 ROUNDINGS = 3.0
 
 
+@checked(
+    {"steps": 0, "rate": 0, "tolerance": 0},
+    ["batches"],  # for no steps
+    engine="the engine of all ranks, and its reference on rank 0",
+    batches="a function of engine and step",
+    optimizer="a function that makes an Optimizer, as AdamW",
+)
 def verify(
     engine: ShardedEngine,
     reference: ShardedEngine | None,
@@ -66,9 +74,6 @@ def verify(
 
     Raises NotFiniteError if the reference diverges, UsageError if the two cannot be compared.
     """
-    check_argument("verify: engine", engine, ShardedEngine, "the engine of all ranks, and its reference on rank 0")
-    if batches is not None and not callable(batches):  # None: no steps
-        raise UsageError(f"verify: batches is {described(batches)}; give a function of engine and step")
     pair = Pair(engine, reference, batches, loss, tolerance, exact)
     optimizers = optimizer(), optimizer(), optimizer()
     agreed: list[Distances] = []

@@ -5,7 +5,8 @@ from inspect import signature
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, as_distributed, layers, load_pretrained, run_threads
+from spmd_engine import ArrayData, Mesh, as_distributed, layers, load_pretrained, run_threads
+from spmd_engine.arrays.einsum_lowering import einsum
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import SGD, AdamW, LayeredEngine, ShardedEngine
 from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
@@ -13,9 +14,9 @@ from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.optimizers import WarmupCosine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import MLP, Attention, LayerNorm, Residual
-from spmd_engine.losses import cross_entropy, mean_squared_error
+from spmd_engine.losses import cross_entropy, mean_squared_error, right_classes
 from spmd_engine.models import two_layers
-from spmd_engine.training import Observer, Run, Trainer
+from spmd_engine.training import Hook, Observer, Run, Trainer
 from spmd_engine.training.run_folder import run_folder
 from support.linear_engine import Linear
 from support.strangers import Bare
@@ -384,7 +385,7 @@ ARGUMENTS = {
     ),
     "no micro-batches": (batches(lambda e, step: Batch([])), "the Batch has no micro-batches"),
     "a batch": (lambda e: {"batches": batch_of(X, Y, e)}, "batches is a Batch; give a function of the step"),
-    "rate": (lambda e: {"rate": 0.1}, "rate is a float; give a function of the step, as lambda step: 0.1"),
+    "rate": (lambda e: {"rate": 0.1}, "rate is 0.1; give a function of the step, as lambda step: 0.1"),
     "no rate": (lambda e: {"rate": lambda step: None}, r"rate\(0\) returned None; return the learning rate"),
     "class of optimizer": (lambda e: {"optimizer": SGD}, "optimizer is the class SGD; give an Optimizer"),
     "class of engine": (lambda e: {"engine": Own}, "engine is the class Own; give a ShardedEngine"),
@@ -473,7 +474,7 @@ def test_weights_as_attributes_are_named_in_the_line_that_is_missing():
 
 
 OF_WRONG_TYPES = {
-    "grad_clip is a str; give a number": lambda: losses(grad_clip="1"),
+    "grad_clip is '1'; give the largest norm": lambda: losses(grad_clip="1"),
     r"Trainer.run\('3'\): give the number of steps": lambda: Trainer(own(), SGD(), None, None).run("3"),
     "SGD: momentum is '0.9'; give a number": lambda: SGD("0.9"),
     "SGD: momentum is nan; give a number from 0 on, and below 1": lambda: SGD(float("nan")),
@@ -486,8 +487,8 @@ OF_WRONG_TYPES = {
     "Window.size=0.*size must be at least 1": lambda: layers.MaxPool(("c", 4), 0),
     "reshard: mesh is a str; give a Mesh": lambda: LayeredEngine(two_layers(2, 3)).reshard("data=2"),
     "describe: sharding is None; give letters with axes": lambda: Mesh().describe((2, 2), None),
-    "Run: an observer is the class Observer; give an Observer": lambda: Run("r", trainer(), observers=[Observer]),
-    "Trainer.*: loss is a str; give a function of outputs": lambda: losses(loss="mse"),
+    "Run: observers\\[0\\] is the class Observer; give an Observer": lambda: Run("r", trainer(), observers=[Observer]),
+    "Trainer: loss is 'mse'; give a function of outputs": lambda: losses(loss="mse"),
     "SGD: momentum is 1.5; give a number from 0 on, and below 1": lambda: SGD(1.5),
     "AdamW: epsilon is 0; give a finite number above 0": lambda: AdamW(epsilon=0),
     "8 samples in 9 micro-batches: give at most as many parts": lambda: batch_of(X, Y, own(), 9),
@@ -496,7 +497,7 @@ OF_WRONG_TYPES = {
     "mean_squared_error: outputs of int64, targets of int64; give floats": lambda: mean_squared_error(
         *[np.arange(3)] * 2
     ),
-    "save_checkpoint: folder is a int; give that of a run": lambda: save_checkpoint(3, own()),
+    "save_checkpoint: folder is 3; give the path of a run": lambda: save_checkpoint(3, own()),
     "Linear.shardings is a list of 1; make it a dict": lambda: own(shardings=["w"]),
     r"'a\\nb' is no name of a run; give one": lambda: run_folder("a\nb"),
     "WarmupCosine: peak is '1'; give a number": lambda: WarmupCosine("1", 10),
@@ -516,12 +517,12 @@ OF_WRONG_TYPES = {
     "batch_of: inputs has no rows; give an array": lambda: batch_of(X[:0], Y[:0], own()),
     "batch_of: step is a str; give a number": lambda: batch_of(X, Y, own(), step="a"),
     "Trainer: grad_clip is nan; give the largest norm": lambda: losses(grad_clip=float("nan")),
-    "max_skipped is a str; give a whole number": lambda: losses(max_skipped="3"),
+    "max_skipped is '3'; give a whole number": lambda: losses(max_skipped="3"),
     r"rate\(0\) returned nan; a learning rate is": lambda: losses(rate=lambda step: float("nan")),
     r"rate\(0\) returned -1; a learning rate is": lambda: losses(rate=lambda step: -1),
     r"Trainer.run\(-1\): give the number of steps": lambda: Trainer(own(), SGD(), None, None).run(-1),
     r"Trainer.run\(1.5\): give the number of steps": lambda: Trainer(own(), SGD(), None, None).run(1.5),
-    "load_checkpoint: engine is a str; give a ShardedEngine, after": lambda: load_checkpoint(own(), "folder"),
+    "load_checkpoint: folder is a Linear; give the path of a run, before": lambda: load_checkpoint(own(), "folder"),
     "load_checkpoint: params is None; give a mapping": lambda: LayeredEngine(two_layers(2, 3)).load_checkpoint(None),
     "load_pretrained: path is None; give that of": lambda: load_pretrained(LayeredEngine(two_layers(2, 3)), None),
     "the run is a int; give its folder": lambda: run_folder(3),
@@ -535,16 +536,46 @@ OF_WRONG_TYPES = {
     "all_reduce takes an array, not a NoneType": lambda: Mesh().all_reduce(None),
     "describe: x is a NoneType; give this rank's array": lambda: Mesh().describe(None, "b d"),
     "batch_of: micro_batches is a str; give a number": lambda: batch_of(X, Y, own(), "2"),
-    "LayeredEngine: model is a str; give a Model": lambda: LayeredEngine("gpt-nano"),
-    r"LayeredEngine: mesh is a str; give a Mesh, as Mesh\(data=2\)": lambda: LayeredEngine(two_layers(2, 3), "data=1"),
+    "LayeredEngine: model is 'gpt-nano'; give a Model": lambda: LayeredEngine("gpt-nano"),
+    r"LayeredEngine: mesh is 'data=1'; give a Mesh, as Mesh\(data=2\)": lambda: LayeredEngine(
+        two_layers(2, 3), "data=1"
+    ),
     "as_distributed: dtype is 'bf16'; did you mean 'bfloat16'": lambda: as_distributed(own(), dtype="bf16"),
     "evaluation: a tuple of 2 is no Batch": lambda: own().evaluate((X, Y)),
     "Trainer.evaluate: batches is one Batch; give a list": lambda: Trainer(own(), None, None, None).evaluate(
         batch_of(X, Y, own())
     ),
-    "save_checkpoint: engine is a str; give a ShardedEngine, after": lambda: save_checkpoint(own(), "folder"),
+    "save_checkpoint: folder is a Linear; give the path of a run, before": lambda: save_checkpoint(own(), "folder"),
     "Residual: inner is a list of 1; give a layer": lambda: Residual(LayerNorm(4), [LayerNorm(4)]),
     "Attention: width is a str; give a number": lambda: Attention("8", 2),
+    "Residual: missing a required argument: 'inner'; it takes": lambda: Residual(LayerNorm(4)),
+    "AttentionConfig has no field 'windw'; did you mean 'window'": lambda: Attention(8, 2, windw=4),
+    'einsum "bd,df->bf": operand 0 is a list of 1; make it an array': lambda: einsum("bd,df->bf", [[1.0]], Y[:1]),
+    "einsum: the pattern is an array .*; it comes first": lambda: einsum(X, "bd,df->bf", Y),
+    "Run: save_every is -1; it must be from 0": lambda: Run("r", trainer(), save_every=-1),
+    r"Run: hooks\[0\] is the class Hook; give a Hook, not its": lambda: Run("r", trainer(), hooks=[Hook]),
+    "Run: validation is a Batch; give a list of Batch objects": lambda: Run(
+        "r", trainer(), validation=batch_of(X, Y, own())
+    ),
+    "Trainer: first_step is -3; it must be from 0": lambda: losses(first_step=-3),
+    "Trainer: hooks is a Hook; give a list of Hook objects": lambda: losses(hooks=Hook()),
+    "batches is a function of 0 arguments; give a function of the step": lambda: losses(batches=lambda: None),
+    r"describe: the shape is \(-8, 6\); give whole numbers from 0": lambda: Mesh().describe((-8, 6), "b d"),
+    "batch: step is -1; steps count from 0": lambda: batch_of(X, Y, own(), step=-1),
+    "ArrayData: x is a list of 2; make it an array": lambda: ArrayData([1, 2], Y),
+    "ArrayData: validation has numbers from 9 to 9; samples are numbered 0 to 7": lambda: ArrayData(
+        X, Y, validation=np.array([9])
+    ),
+    "gather of 'w': root is 5, but ranks are 0 to 0": lambda: own().gather("w", root=5),
+    "save_checkpoint: loss: Object of type float32 is not JSON": lambda: save_checkpoint(
+        "r", own(), loss=np.float32(1)
+    ),
+    "output_stream is a list of 0; give one with write": lambda: own().inference_loop([X], []),
+    r"cross_entropy: mask of shape \(3,\), targets of \(8,\)": lambda: cross_entropy(
+        X, np.zeros(8, int), mask=np.ones(3)
+    ),
+    "right_classes: outputs of shape .* targets of": lambda: right_classes(X, np.zeros(3, int)),
+    "WarmupCosine: floor is 2; give a fraction of the peak": lambda: WarmupCosine(1.0, 10, floor=2),
 }
 
 

@@ -14,10 +14,10 @@ from spmd_engine import ArrayData, Mesh, Run, run_threads, world
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
 from spmd_engine.checkpoints.format.folder import RunLock, replace_file
 from spmd_engine.checkpoints.format.write import write_files
-from spmd_engine.engine import AdamW
+from spmd_engine.engine import AdamW, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import DataParallel
-from spmd_engine.training import Observer, Trainer
+from spmd_engine.training import Hook, Observer, Trainer
 from spmd_engine.training.loggers import CSVLogger, LoggerObserver
 from spmd_engine.training.observers import MetricsFile
 from spmd_engine.training.run_folder import read_run
@@ -67,6 +67,41 @@ def test_a_run_goes_on_exactly_in_the_middle_of_an_epoch(tmp_path):
     assert [each["loss"] for each in ours] == [each["loss"] for each in theirs] and len(ours) == 9
     trained(tmp_path / "other", {"data": 3}, 9)
     np.testing.assert_allclose([m["loss"] for m in metrics(tmp_path / "other")], [m["loss"] for m in ours], rtol=1e-11)
+
+
+def test_a_second_run_in_the_folder_of_one_is_refused_until_it_resumes(tmp_path):
+    trained(tmp_path / "run", {"data": 1}, 4)
+    before = saved.everything(tmp_path / "run")
+    with pytest.raises(UsageError, match="holds a run of 4 steps, and this one has done 0: call its resume"):
+        trained(tmp_path / "run", {"data": 1}, 6)
+    assert saved.everything(tmp_path / "run") == before
+    trained(tmp_path / "run", {"data": 1}, 5, resume=True)
+
+
+def test_a_shape_in_which_no_step_was_done_is_in_no_checkpoint(tmp_path):
+    """Its first step may end the job, which is then restarted in the shape before."""
+    read = []
+
+    class Changes(Hook):
+        def during(self, run, steps):
+            self.run = run
+            return super().during(run, steps)
+
+        def between_steps(self, step, requested):
+            if step == 1:
+                self.run.continue_as(ParallelConfig(mesh={"data": 1}, zero=2), self.run.validation)
+
+    class Reads(Observer):
+        def saved(self, step):
+            newest = CheckpointFolder(tmp_path / "run").newest()
+            texts = (tmp_path / "run" / "config.json", newest / "manifest.json")
+            read.append([json.loads(text.read_text()) for text in texts])
+
+    config = {"composition": ParallelConfig(mesh={"data": 1}).as_json()}
+    options = {"hooks": [Changes()], "observers": [Reads()], "config": config, "save_every": 1}
+    trained(tmp_path / "run", {"data": 1}, 3, **options)
+    stages = [(job["composition"]["zero"], manifest["config"]["composition"]["zero"]) for job, manifest in read]
+    assert stages == [(None, None), (2, 2), (2, 2)]
 
 
 def test_it_evaluates_and_saves_when_due_and_at_the_end(tmp_path):

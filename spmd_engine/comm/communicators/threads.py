@@ -11,11 +11,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.communicators.communicator import Communicator
@@ -41,6 +42,7 @@ def current_thread_communicator() -> Communicator | None:
     return getattr(_current, "communicator", None)
 
 
+@checked({"ranks": 1}, fn="the program of a rank, as in run_threads(f, 4)")
 def run_threads(
     fn: Callable[..., Any],
     ranks: int,
@@ -59,10 +61,6 @@ def run_threads(
     >>> run_threads(lambda: float(Mesh(data=4).all_reduce(np.ones(1))[0]), ranks=4)
     [4.0, 4.0, 4.0, 4.0]
     """
-    if not callable(fn):
-        raise UsageError(f"run_threads: {fn!r} is no function; give the program of a rank, as in run_threads(f, 4)")
-    if not isinstance(ranks, SupportsIndex) or (ranks := int(ranks)) < 1:
-        raise UsageError(f"run_threads: ranks={ranks!r}; at least one rank is needed")
     if nodes is not None and len(nodes) != ranks:
         raise UsageError(f"run_threads: nodes names {len(nodes)} hosts; one for each of {ranks} ranks is needed")
     fabric = _Fabric(nodes or [os.uname().nodename] * ranks)

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.random import hash_bits, key_of
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, described
 from spmd_engine.layers.layer import Documents
 
 
@@ -85,7 +86,11 @@ class ArrayData(SampledData):
     the seed, the epoch and the samples' numbers.
     """
 
+    @checked()
     def __init__(self, x: Any, y: Any, *, validation: float | np.ndarray = 0.0, seed: int = 0) -> None:
+        for name, array in (("x", x), ("y", y)):
+            if not hasattr(array, "shape"):
+                raise UsageError(f"ArrayData: {name} is {described(array)}; make it an array, by numpy.asarray")
         if len(x) != len(y):
             raise UsageError(f"ArrayData: x has {len(x)} samples and y {len(y)}")
         if np.ndim(validation) == 0:
@@ -94,6 +99,9 @@ class ArrayData(SampledData):
             validation = part_of(len(x), round(float(validation) * len(x)), seed)
         self.x, self.y, self.seed = x, y, seed
         self.held_out = np.unique(validation)  #: numbers of the samples for validation
+        if len(self.held_out) and not 0 <= self.held_out[0] <= self.held_out[-1] < len(x):
+            which = f"{self.held_out[0]} to {self.held_out[-1]}"
+            raise UsageError(f"ArrayData: validation has numbers from {which}; samples are numbered 0 to {len(x) - 1}")
         self.train = np.setdiff1d(np.arange(len(x)), self.held_out)  #: numbers of the samples for training
         if not len(self.train):
             raise UsageError(f"ArrayData: {len(x)} samples, of which all are held out, leave none to learn from")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.random import integers, key_of
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_rank_zero, share_array
 from spmd_engine.comm.group import Group
@@ -51,6 +52,7 @@ class Corpus:
         return TokenWindows(self, length, seed=seed)
 
 
+@checked({"context": 1})
 def load_corpus(group: Group, path: str | None, context: int, columns: Mapping[str, str] | None = None) -> Corpus:
     """Read the files on rank 0 and share their tokens with all ranks, in one array for each node.
 

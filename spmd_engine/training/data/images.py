@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.arrays.random import integers, key_of
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ranks, on_rank_zero, share_array
@@ -294,6 +295,7 @@ class Images:
         return "; ".join([f"{len(self.y) - held_out:,} {self.shape}, {held_out:,} more held out", *self.notes])
 
 
+@checked()
 def load_images(group: Group, path: str | None) -> Images:
     """The images of a file or a folder; None: scikit-learn's digits. Collective.
 

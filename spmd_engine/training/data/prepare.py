@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
@@ -98,6 +99,7 @@ def remarks(left_out: Mapping[str, int], notices: Mapping[str, int]) -> list[str
     ]
 
 
+@checked()
 def prepare(
     group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: str | Path, columns: Columns | None = None
 ) -> TokenFile:
