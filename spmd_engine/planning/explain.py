@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from spmd_engine.errors import counted
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
@@ -65,7 +66,8 @@ class _Explainer:
         note = "" if request.fixed.get("mesh") else " (no --mesh: data parallelism)"
         return (
             f"{self.model.name}, {self.model.parameter_count:,} parameters in {request.dtype}, batch "
-            f"{self.base.batch_size}, on {self.ranks} ranks of machine {request.machine.name}: {self.base}{note}"
+            f"{self.base.batch_size}, on {counted(self.ranks, 'rank')} of machine {request.machine.name}: {self.base}"
+            f"{note}"
         )
 
     # --- common parts of answers

@@ -18,7 +18,7 @@ from spmd_engine.axes import MeshPosition, axes_text, count_ranks
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.optimizers import OPTIMIZERS
-from spmd_engine.errors import UsageError, one_of
+from spmd_engine.errors import UsageError, counted, one_of
 from spmd_engine.files import output_file
 from spmd_engine.foreign import json_at
 from spmd_engine.models import Model
@@ -110,7 +110,7 @@ class Request:
         if name in limits.names:
             return f"{name} at most {limits.shown(name)}"
         if name in ("ranks", "batch_size"):
-            return f"{max(self.ranks)} ranks" if name == "ranks" else f"a batch of {min(self.batch_sizes)}"
+            return counted(max(self.ranks), "rank") if name == "ranks" else f"a batch of {min(self.batch_sizes)}"
         wanted = self.fixed[name]
         if isinstance(wanted, Mapping):
             wanted = axes_text(wanted)
@@ -356,7 +356,7 @@ class PlanFile(Configuration):
         """Raise UsageError if the plan is for another number of ranks, or another model."""
         if ranks != self.ranks:
             raise UsageError(
-                f"{where} is a plan for {self.ranks} ranks, but the job has {ranks}: start {self.ranks} ranks, or "
+                f"{where} is a plan for {counted(self.ranks, 'rank')}, but the job has {ranks}: start as many, or "
                 "plan for the ranks of the job"
             )
         if model is not None and model != self.model.name:

@@ -1,5 +1,6 @@
 """The phases of a search share one budget of evaluations; the time limit, by a clock of the test, only stops them."""
 
+import json
 from dataclasses import replace
 from math import inf
 
@@ -106,6 +107,32 @@ def test_a_plan_does_not_depend_on_the_time_that_it_takes(limits, budgets):
     quick, slow = found
     assert not slow.late and slow.as_json() == quick.as_json()
     assert made[0].left == made[1].left
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(memory=1024)], ids=["a plan", "a conflict"])
+def test_what_has_begun_ends_soon_after_the_time_limit(limits, clock, monkeypatch):
+    """Also the bounds of a large space, and the first simulation of a search: then numbers are estimates."""
+    made = []
+
+    class Slow(Budget):
+        def spend(self, evaluations=1):
+            super().spend(evaluations)
+            clock.now += 1.0
+
+        def check_time(self):
+            clock.now += 1.0
+            super().check_time()
+
+    def slow(evaluations, seconds):
+        made.append(Slow(evaluations, seconds, clock))
+        return made[-1]
+
+    monkeypatch.setattr(module, "Budget", slow)
+    result = find_plan(request(3.0, limits=limits))
+    assert result.late and clock.now < 100 + 3 + 2 + 20
+    assert (result.plan is None) == (limits != Limits()) and result.evaluation is None
+    json.dumps(result.as_json(), allow_nan=False)
+    print_plan(result)
 
 
 def test_a_conflict_contains_a_limit_that_the_closest_plan_breaks(monkeypatch):

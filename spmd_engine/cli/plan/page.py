@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 from rich.console import Console
@@ -46,7 +47,8 @@ def print_plan(result: PlanResult) -> None:
     if result.evaluation is not None:
         _print_evaluation(console, result.evaluation, result.request.batch_sizes[0])
     else:
-        console.print(f"  a step: about {readable_seconds(result.plan.seconds)} (too large to be simulated)")
+        why = "time ran out before it was simulated" if result.late else "too large to be simulated"
+        console.print(f"  a step: about {readable_seconds(result.plan.seconds)} ({why})")
         console.print(f"  memory: about {readable_bytes(result.plan.memory)} on a rank of stage {result.plan.stage}")
     parts = ", ".join(
         f"{name} {value / result.plan.seconds:.0%}" for name, value in result.plan.parts.items() if value > 0.0005
@@ -205,9 +207,11 @@ def _print_certificate(console: Console, result: PlanResult) -> None:
         "none of the others can be better"
         if certificate.gap < 1e-9
         else f"another may be better by {certificate.gap:.1%}"
+        if certificate.gap < inf
+        else "another may be better"
     )
     if not certificate.complete:
-        text += f"then {result.ended}, and for the rest only bounds are known: "
+        text += f"then {result.ended}, and for the rest at most bounds are known: "
     console.print(f"\n{text}{proven}, by these estimates{late}. Planned in {readable_seconds(result.took)}.")
 
 

@@ -64,6 +64,7 @@ def analyze(
     layout: Layout | None = None,
     device: str = "cpu",
     documents: str = "joined",
+    on_work: Callable[[], None] = lambda: None,
 ) -> StepAnalysis:
     """The dry run of one step of the model, on a mesh with these ``axes``.
 
@@ -76,6 +77,7 @@ def analyze(
     the layout of the composition, for example after experts have moved. On the ``device`` "cuda", launches are counted,
     waits and copies. A ``cache`` of layer passes speeds up further analyses of the same layers. ``documents``: how they
     share a sample, as ``--documents``; if not "joined", helper ranks are sent them, and a mask of the targets.
+    ``on_work`` is called with each computation; what it raises ends the dry run.
 
     Raises UsageError for an invalid composition, and for a step that depends on values.
     """
@@ -105,7 +107,7 @@ def analyze(
     with on_shapes(DeviceShapes() if device == "cuda" else None) as backend:
         sizes = batch_size, micro_batches, sequence, documents
         numbered = composition.numbered_from(ranks.size)
-        dry_run = DryRun(built, ranks, numbered, layout, dtype, backend, choose, optimizer or AdamW(), sizes)
+        dry_run = DryRun(built, ranks, numbered, layout, dtype, backend, choose, optimizer or AdamW(), sizes, on_work)
         if uniform:
             samples = []
         programs = [
@@ -167,6 +169,7 @@ class DryRun:
     optimizer: Optimizer
     #: the global batch size, the micro-batches, the sequence length, and how documents share a sample
     sizes: tuple[int, int, int | None, str]
+    on_work: Callable[[], None]
 
     def step(
         self, number: int, cache: PassCache, scope: Hashable, kinds: Mapping[str, Hashable], samples: Sequence[int]
@@ -175,7 +178,8 @@ class DryRun:
 
         ``samples`` are the samples of each micro-batch, or () if passes through layers are the same on all ranks.
         """
-        recorder, axes = Recorder(Meter(self.choose, on_device=self.backend.on_device)), self.ranks.axes
+        meter, axes = Meter(self.choose, on_device=self.backend.on_device), self.ranks.axes
+        recorder = Recorder(meter, self.on_work)
         with metered(recorder.meter):
             mesh = ShapedMesh(self.ranks, position_of(number, axes).coordinates, recorder)
             with recorder.meter.taking("parameters"):

@@ -40,8 +40,9 @@ class Phase:
 class Recorder:
     """Records one rank's step. What ``meter`` has counted becomes a computation when a communication begins or ends."""
 
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
+    def __init__(self, meter: Meter, on_work: Callable[[], None] = lambda: None) -> None:
+        """``on_work`` is called with each computation; it may raise what ends the dry run."""
+        self.meter, self._on_work = meter, on_work
         self.computations: list[Computation] = []
         self.communications: list[_RecordedCall] = []
         self.timeline: list[Moment] = []
@@ -116,6 +117,7 @@ class Recorder:
 
     def _append(self, computation: Computation, more: int = 0) -> None:
         """Record a computation, during which at most ``more`` bytes are held in addition to what is held now."""
+        self._on_work()
         top = self.meter.take_top()
         total, by_kind = top.total, top.by_kind
         if more and self.meter.total + more > total:

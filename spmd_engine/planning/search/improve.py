@@ -12,6 +12,13 @@ from typing import TypeVar
 SIMULATION = 300
 
 
+GRACE = 2.0  #: seconds of processor time after the time limit, in which what has begun may end
+
+
+class OutOfTime(Exception):
+    """The time limit is over, and what has begun takes too long."""
+
+
 class Budget:
     """Evaluations that may still be made: one for a bound or an estimate, SIMULATION for a simulated step.
 
@@ -37,6 +44,18 @@ class Budget:
             self._whole._stopped = True
             return 0.0
         return left
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the time limit of the whole is over, by more than GRACE: then nothing begins or goes on."""
+        if late := self._clock() > self._whole._deadline + GRACE:
+            self._whole._stopped = True
+        return late
+
+    def check_time(self) -> None:
+        """Raise OutOfTime if the budget is ``overdue``."""
+        if self.overdue:
+            raise OutOfTime
 
     def spend(self, evaluations: float = 1) -> None:
         """Count evaluations, in all parts."""

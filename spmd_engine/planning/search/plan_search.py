@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -25,7 +26,7 @@ from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.search import neighbours
 from spmd_engine.planning.search.cost_model import with_even_vocabulary
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.improve import SIMULATION, Budget, improved
+from spmd_engine.planning.search.improve import SIMULATION, Budget, OutOfTime, improved
 from spmd_engine.planning.search.reasons import Conflict, Constraints, conflict_of, gains
 from spmd_engine.planning.search.search import (
     LIMITS,
@@ -108,7 +109,8 @@ class PlanSearch:
         budget is spent (but for the first)."""
         if candidate not in self.plans and (not self.plans or self.budget.left):
             with suppress(SpmdError):
-                self.plans[candidate] = self.simulated(Estimate(candidate))
+                if (plan := self.simulated(Estimate(candidate))).simulated:
+                    self.plans[candidate] = plan
         return self.plans.get(candidate)
 
     def simulated(self, estimate: Estimate, *, even: bool = False) -> Estimate:
@@ -130,7 +132,7 @@ class PlanSearch:
         return estimate.evaluated(evaluation, limits)
 
     def _evaluate(self, model: Model, candidate: Candidate, even: bool) -> PlanEvaluation | None:
-        """The evaluation; None if the step is too large. A dry run holds for all orders of ranks."""
+        """The evaluation; None if the step is too large, or time runs out. A dry run holds for all orders of ranks."""
         request, pipe = self.request, candidate.pipe
         filled = min(candidate.micro_batches, 3 * pipe)
         if len(model.layers) * filled > MOST_TO_SIMULATE // max(pipe // 4, 1):
@@ -138,14 +140,21 @@ class PlanSearch:
         self.budget.spend(SIMULATION)
         key = replace(candidate, order=None), even
         options = {"cache": self.model.cache, "known": self._analyses.get(key), **request.analyze_options}
-        evaluation = evaluate_plan(model, request.machine, candidate, request.base, **options)
+        try:
+            self.budget.check_time()
+            options["on_work"] = self.budget.check_time
+            evaluation = evaluate_plan(model, request.machine, candidate, request.base, **options)
+        except OutOfTime:
+            return None
         if evaluation.whole:
             self._analyses[key] = evaluation.analysis
         return evaluation
 
     def price(self, plan: Estimate) -> tuple[float, float]:
-        """The largest share of its memory by which a rank exceeds it, and the seconds of a step."""
-        assert plan.evaluation is not None
+        """The largest share of its memory by which a rank exceeds it, and the seconds of a step; inf if time ran out
+        before it was simulated."""
+        if plan.evaluation is None:
+            return inf, inf
         limits = self.request.limits.memory_by_rank(plan.evaluation.machine)
         peaks = plan.evaluation.analysis.peak_bytes_by_rank()
         return max(0.0, *(peak / limit - 1 for peak, limit in zip(peaks, limits, strict=True))), plan.seconds
@@ -184,11 +193,11 @@ class PlanSearch:
                 near, what = neighbours.uneven_stages, "uneven stages"
             return self._without_estimates(result, near(self), what, part), explain
 
-        others = [tried(name) for name in allowed]
+        others = [tried(name) for name in allowed if not budget.overdue]
         if planned := [other for other, _ in others if other is not None and other.plan is not None]:
             return min(planned, key=lambda other: self._goal_of(other.search.best[0]))
         result, explain = next(((other, why) for other, why in others if other is not None), (result, explain))
-        found_by = ((name, tried(name)[0]) for name in forbidden)
+        found_by = ((name, tried(name)[0]) for name in forbidden if not budget.overdue)
         helps = next((f"--fallback {name}" for name, other in found_by if other and other.plan), "")
         conflict = replace(explain(), helps=helps)
         closest = conflict.nearest.evaluation if conflict.nearest is not None else result.nearest_evaluation
@@ -216,9 +225,13 @@ class PlanSearch:
                 budget = self.budget  # no search with offloading follows
             if fitting := self._simulate(searched.best, budget):
                 return self._choose(space, searched, fitting, budget), Conflict
+            if budget.overdue:
+                break
             tightened = _tighten(tightened, self.limits, list(self.plans.values()))
-        closest = search(self.model, space, Limits(), "memory", budget.part(most=MOST_CLOSEST), front=False).best
-        closest = [*searched.near, *closest]
+        closest = list(searched.near or searched.best)
+        if not budget.overdue:
+            closest = [*searched.near]
+            closest += search(self.model, space, Limits(), "memory", budget.part(most=MOST_CLOSEST), front=False).best
         if fitting := self._simulate(closest, budget.part(CLOSEST_SHARE)):  # although their estimates break the limits
             return self._choose(space, replace(searched, best=[]), fitting, budget), Conflict
         self.model.check_layers()
@@ -279,7 +292,8 @@ class PlanSearch:
         def choices(candidate: Candidate) -> list[tuple[str, Estimate | None]]:
             even = replace(candidate.plain, stages=None)
             if even not in others:
-                others[even] = list(neighbours.with_other_choice(self, space, even))
+                several = neighbours.with_other_choice(self, space, even)
+                others[even] = list(takewhile(lambda _: not budget.overdue, several))
             return others[even]
 
         def near(candidate: Candidate) -> Iterable[Candidate]:

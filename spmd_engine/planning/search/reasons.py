@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, takewhile
 from typing import TYPE_CHECKING
 
+from spmd_engine.errors import counted
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.improve import Budget
@@ -142,7 +143,7 @@ class Constraints:
             return text, need / getattr(limits, name)
         if name == "ranks":
             most = max(self.space.ranks)
-            return f"{candidate.ranks} ranks instead of {most}", candidate.ranks / most
+            return f"{counted(candidate.ranks, 'rank')} instead of {most}", candidate.ranks / most
         if name == "batch_size":
             least = min(self.space.batch_sizes)
             return f"a batch of {candidate.batch_size} instead of {least}", least / candidate.batch_size

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from math import inf
+from math import inf, isfinite
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -159,8 +159,9 @@ class SearchResult:
 
     @property
     def certificate(self) -> dict[str, Any]:
-        """The certificate as JSON."""
-        numbers = {"gap": float(self.gap), "best": float(self.reached), "bound": float(self.bound)}
+        """The certificate as JSON; null for what is not known."""
+        known = {"gap": self.gap, "best": self.reached, "bound": self.bound}
+        numbers = {name: float(number) if isfinite(number) else None for name, number in known.items()}
         counts = ("candidates", "excluded", "estimated", "complete")
         return numbers | {name: getattr(self, name) for name in counts}
 
@@ -188,13 +189,15 @@ def search(
 ) -> SearchResult:
     """The best ``keep`` plans for a goal, within a share of the budget, or, while no plan is found, within all of it.
 
-    If none was found by then, up to ``keep`` candidates are estimated nevertheless. ``front``: also complete the
-    Pareto front. ``first``: end with the first plan that keeps the limits, and with none when the budget is spent
-    before all candidates have a bound.
+    If none was found by then, up to ``keep`` candidates are estimated nevertheless, or one if the budget is overdue,
+    when not all have a bound. ``front``: also complete the Pareto front. ``first``: end with the first plan that keeps
+    the limits, and with none when the budget is spent before all candidates have a bound.
     """
     soon = budget.part(SEARCH_SHARE)
     entries: list[_Entry] = []
     total = excluded = 0
+    complete = True
+    left: list[tuple[float, ...]] = []  # bounds of candidates that were not estimated
     for candidate in candidates(space):
         if first and not budget.left:
             return SearchResult([], [], inf, -inf, total, excluded, 0, False)
@@ -204,17 +207,20 @@ def search(
             excluded += 1
         else:
             entries.append(entry)
+        if budget.overdue:
+            left.append((-inf,))  # the rest has none
+            complete = False
+            break
     heapify(entries)
     second_bounds = sum(not entry.first for entry in entries)
     best: list[Estimate] = []
     estimates: dict[Candidate, Estimate | None] = {}
-    left: list[tuple[float, ...]] = []  # bounds of candidates that were not estimated
-    complete = True
     while entries:
         entry = heappop(entries)
         candidate, late = entry.candidate, not soon.left
         done = first and best or len(best) == keep and entry.least >= objective(goal, best[-1])
-        given_up = late and len(estimates) >= keep and (best or not budget.left)
+        enough = len(estimates) >= (1 if budget.overdue else keep)
+        given_up = late and enough and (best or not budget.left)
         if done or given_up:
             left.append(entry.least)
             complete = complete and bool(done)

@@ -193,8 +193,9 @@ class Prediction:
         return 1 - self.taken.get(COMPUTE, 0.0) / (self.seconds * len(self.ranks)) if self.seconds else 0.0
 
 
-def simulate(analysis: StepAnalysis, machine: Machine) -> Prediction:
-    """The predicted step of ``analysis`` on a machine, whose rank r is the mesh's rank r.
+def simulate(analysis: StepAnalysis, machine: Machine, on_work: Callable[[], None] = lambda: None) -> Prediction:
+    """The predicted step of ``analysis`` on a machine, whose rank r is the mesh's rank r. ``on_work`` is called at each
+    event; what it raises ends the simulation.
 
     Raises UsageError for a machine with too few ranks, and for a step that would hang.
     """
@@ -202,7 +203,7 @@ def simulate(analysis: StepAnalysis, machine: Machine) -> Prediction:
     uniform = all(node.cores is None for node in machine.nodes) and not machine.pairs and not machine.heterogeneous
     ranks = simulated_ranks(analysis, FEW_RANKS if uniform else MOST_RANKS)
     steps = {rank: analysis.of_rank(rank) for rank in ranks}
-    return _Simulation(machine, steps, match_calls(analysis, steps)).run()
+    return _Simulation(machine, steps, match_calls(analysis, steps)).run(on_work)
 
 
 Waits = Generator[tuple[str, Any], None, None]
@@ -228,10 +229,11 @@ class _Simulation:
         self._queue: list[tuple[int, int, SimulatedCall]] = []
         self._live = len(steps)
 
-    def run(self) -> Prediction:
+    def run(self, on_work: Callable[[], None]) -> Prediction:
         for rank in self.steps:
             self._advance(rank, self._program(rank))
         while self._events:
+            on_work()
             self.clock, _, act = heappop(self._events)
             act()
         if self._live:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
@@ -213,30 +213,32 @@ def evaluate_step(
     micro_batches: int,
     *,
     known: StepAnalysis | None = None,
+    on_work: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> PlanEvaluation:
     """Analyze and simulate one step, with the machine's ranks in the composition's order.
 
     ``options`` go to ``analyze``. ``known``: the analysis of the whole step, which does not depend on the order.
+    ``on_work`` is called as the evaluation proceeds; what it raises ends it.
     """
     machine = _placed(machine, axes, composition)
     stages = axes.get("pipe", 1)
     few = 2 * stages
 
     def analyzed(**sizes: int) -> StepAnalysis:
-        return analyze(model, axes, composition, device=machine.device, **sizes, **options)
+        return analyze(model, axes, composition, device=machine.device, on_work=on_work, **sizes, **options)
 
     slots = len(model.layers) * micro_batches
     if slots <= MOST_SLOTS or micro_batches <= few + stages:
         analysis = known or analyzed(batch_size=batch_size, micro_batches=micro_batches)
         analysis = with_slot_tables(analysis, machine)
-        prediction = simulate(analysis, machine)
+        prediction = simulate(analysis, machine, on_work)
         return PlanEvaluation(analysis, prediction, prediction.seconds, analysis.bytes_sent, machine)
     samples = batch_size // micro_batches
     short, longer = (
         with_slot_tables(analyzed(batch_size=samples * n, micro_batches=n), machine) for n in (few, few + stages)
     )
-    first, second = simulate(short, machine), simulate(longer, machine)
+    first, second = simulate(short, machine, on_work), simulate(longer, machine, on_work)
     more = (micro_batches - few) / stages
     return PlanEvaluation(
         replace(longer, micro_batches=micro_batches),
