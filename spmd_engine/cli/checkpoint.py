@@ -153,7 +153,7 @@ def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> No
 
     Under mpiexec, the ranks share the work and write in parallel. 'infer --checkpoint FILE' reads the file. With
     --format huggingface, TARGET is a folder with config.json, for 'AutoModelForCausalLM.from_pretrained' and for
-    --model; it gets the tokenizer that the run began with, and adapters are merged into the weights. With --format gguf
+    --model; it gets the tokenizer of the run's tokens, and adapters are merged into the weights. With --format gguf
     TARGET is a file with the same content. With --format peft it is a folder with the adapters only.
     """
     if kind != "safetensors" and optimizer:
@@ -212,7 +212,8 @@ def _export_for_others(
         export_adapters(opened, shape, model.lora, target, group, dtype=dtype, base=model.path)
         return
     arrays = opened if model.lora is None else merged(opened, shape, model.lora)
-    _WRITERS[kind](arrays, shape, target, group, dtype=dtype, beside=model.path)
+    run = opened.path.resolve().parent.parent
+    _WRITERS[kind](arrays, shape, target, group, dtype=dtype, beside=model.path, tokenizer=run)
 
 
 def _open(path: str) -> tuple[Checkpoint, Manifest]:

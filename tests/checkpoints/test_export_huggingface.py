@@ -54,6 +54,22 @@ def test_there_and_back(family, tmp_path):
     assert load_config(out) == load_config(FOLDERS / family)
 
 
+def test_the_tokenizer_of_a_run_is_exported_if_it_is_not_that_of_the_model(tmp_path):
+    """Its tokens are those that the run has learnt."""
+    source, run = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(FOLDERS / "llama", source)
+    for folder, text in (source, b'{"version": "model"}'), (run, b'{"version": "run"}'):
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.json").write_bytes(text)
+    (source / "merges.txt").write_text("of the model")
+    out = saved_and_exported(source, tmp_path, {"data": 1}, tokenizer=run)
+    assert (out / "tokenizer.json").read_bytes() == b'{"version": "run"}' and not (out / "merges.txt").exists()
+    (run / "tokenizer.json").unlink()
+    shutil.rmtree(out)
+    out = saved_and_exported(source, tmp_path, {"data": 1}, tokenizer=run)
+    assert (out / "tokenizer.json").read_bytes() == b'{"version": "model"}' and (out / "merges.txt").exists()
+
+
 def test_several_files_in_half_precision_with_what_is_beside(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(FOLDERS / "llama", source)

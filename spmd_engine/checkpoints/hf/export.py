@@ -58,26 +58,28 @@ def export_huggingface(
     *,
     dtype: str = "float32",
     beside: str | Path | None = None,
+    tokenizer: Path | None = None,
     largest: int = LARGEST_FILE,
 ) -> None:
     """Write the parameters of a decoder as ``config.json`` and safetensors files that transformers reads.
 
     ``arrays`` are those of one Checkpoint or of several merged ones. ``beside`` is the folder or GGUF file that the
-    weights were first read from: its tokenizer and its numbers of special tokens are copied. If a ``group`` is given,
-    its ranks share the work, and the call is collective. A rank holds at most a few megabytes. Raises CheckpointError,
-    on all ranks, if the checkpoint is damaged, or if a file cannot be written or exists already. Files get their names
-    only when all are complete.
+    weights were first read from: its tokenizer and its numbers of special tokens are copied, unless the folder
+    ``tokenizer`` has another one. If a ``group`` is given, its ranks share the work, and the call is collective. A rank
+    holds at most a few megabytes. Raises CheckpointError, on all ranks, if the checkpoint is damaged, or if a file
+    cannot be written or exists already. Files get their names only when all are complete.
     """
     tensors = tensors_of(decoder(shape), weight_map(shape), NAMES[dtype])
     files = _lay_out(tensors, largest)
 
     def describe() -> dict[str, bytes]:
-        texts = _companion_files(beside)
+        own = _has_other(tokenizer, beside)
+        texts = _companion_files(own or beside)
         if len(files) > 1:
             total = sum(tensor.nbytes for tensor in tensors)
             weight_map = {tensor.name: file for file, in_file in files.items() for tensor in in_file}
             texts[INDEX] = _as_json({"metadata": {"total_size": total}, "weight_map": weight_map})
-        return texts | {CONFIG: _as_json(config_json(shape, dtype) | _special_tokens(beside))}
+        return texts | {CONFIG: _as_json(config_json(shape, dtype) | _special_tokens(own or beside))}
 
     _write(arrays, files, Path(folder), group, describe)
 
@@ -90,6 +92,7 @@ def export_gguf(
     *,
     dtype: str = "float32",
     beside: str | Path | None = None,
+    tokenizer: Path | None = None,
 ) -> None:
     """Write the parameters of a decoder as a GGUF file that llama.cpp reads.
 
@@ -112,7 +115,7 @@ def export_gguf(
     check_gguf(shape, facts, {tensor.name: tensor.shape for tensor in tensors}, constants)
 
     def of_tokenizer() -> dict[str, Any]:
-        return _tokenizer_facts(beside, shape.vocabulary)
+        return _tokenizer_facts(_has_other(tokenizer, beside) or beside, shape.vocabulary)
 
     facts |= json_from_rank_zero(group, of_tokenizer) if group else of_tokenizer()
     write_tensors(arrays, {Path(file): tensors}, group, partial(gguf_header, facts))
@@ -188,6 +191,16 @@ def _lay_out(tensors: Sequence[TensorToWrite], largest: int) -> dict[str, list[T
     return {f"model-{n:05}-of-{len(files):05}.safetensors": in_file for n, in_file in enumerate(files, 1)}
 
 
+def _has_other(folder: Path | None, beside: str | Path | None) -> Path | None:
+    """The folder, if it has a tokenizer which is not that of ``beside``."""
+    if folder is None or not (folder / TOKENIZER).is_file():
+        return None
+    with suppress(UsageError):
+        if beside is not None and tokenizer_at(beside).files.get(TOKENIZER) == (folder / TOKENIZER).read_text():
+            return None
+    return folder
+
+
 def _tokenizer_facts(source: str | Path | None, vocabulary: int) -> dict[str, Any]:
     """The metadata about the tokenizer of a folder or GGUF file; none, with a warning, if there is none to write."""
     if source is not None and is_gguf(source):
@@ -229,9 +242,10 @@ def _special_tokens(source: str | Path | None) -> dict[str, Any]:
         if len(ends := gguf_ends(facts) if facts.get("tokenizer.ggml.tokens") else ()) > 1:
             numbers["eos_token_id"] = list(ends)
         return {name: number for name, number in numbers.items() if number is not None}
-    if not Path(source, CONFIG).is_file():
-        return {}
-    numbers = read_json(Path(source, CONFIG))
+    numbers = read_json(Path(source, CONFIG)) if Path(source, CONFIG).is_file() else {}
+    if "model_type" not in numbers:  # a run's
+        with suppress(UsageError):
+            return {} if (end := tokenizer_at(source).end) is None else {"eos_token_id": end}
     return {name: numbers[name] for name in _TOKENS if name in numbers}
 
 
