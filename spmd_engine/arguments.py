@@ -69,7 +69,7 @@ def _check(
             where, what, wanted = wrong
             wanted = give.get(argument, wanted)
             raise UsageError(f"{name}: {where} is {_shown(what)}; give {wanted}")
-        if argument in least and not least[argument] <= value < inf:
+        if argument in least and value is not None and not least[argument] <= value < inf:
             wanted = f"give {give[argument]}" if argument in give else f"it must be from {least[argument]}"
             raise UsageError(f"{name}: {argument} is {value}; {wanted}")
 
