@@ -2,8 +2,10 @@
 
 import inspect
 import os
+import platform
 import subprocess
 import sys
+from mmap import PAGESIZE
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +17,7 @@ from spmd_engine.arrays import activations
 from spmd_engine.arrays.attention import attend_to_all, attend_to_keys
 from spmd_engine.arrays.backend import CPU, backend_of
 from spmd_engine.arrays.numba.functions import FastFunctions, fast_functions
+from spmd_engine.arrays.numba.link import Image, image_of
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.state.assignment import ZeroConfig
@@ -41,6 +44,7 @@ from test_cuda_launches import fused_functions
 
 pytest.importorskip("spmd_engine.arrays.numba.kernels")
 Loops = pytest.importorskip("spmd_engine.arrays.numba.object_code").Loops
+object_code_of = pytest.importorskip("spmd_engine.arrays.numba.compile").object_code_of
 
 
 @pytest.fixture(scope="module")
@@ -191,18 +195,44 @@ def test_a_numba_that_refuses_is_named(monkeypatch, caplog, tmp_path, kind):
 # --- object code
 
 
-def test_a_process_that_finds_object_code_does_not_load_numba(loops):
+def test_a_process_that_finds_an_image_loads_no_compiler(loops):
     """``loops`` has seen to it that the code is there."""
     text = """
 import sys
 import numpy as np
 from spmd_engine.arrays.numba.functions import fast_functions
-print(fast_functions().relu(np.array([-1, 2], np.float32))[0], "numba" in sys.modules)
+print(fast_functions().relu(np.array([-1, 2], np.float32))[0], *{"numba", "llvmlite"} & set(sys.modules))
 """
     done = subprocess.run(
         [sys.executable, "-c", text], env={**os.environ, "SPMD_FAST": "1"}, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout.split("\n")[0] == "[0. 2.] False", done.stderr
+    linker = "" if platform.machine() == "x86_64" else " llvmlite"
+    assert done.stdout.split("\n")[0] == f"[0. 2.]{linker}", done.stderr
+
+
+def test_an_image_computes_what_llvm_links():
+    """A function of any arguments that returns the element of a table at their number, as an int of Python."""
+    text = """
+@table = internal constant [3 x i64] [i64 5, i64 7, i64 11]
+@offset = internal global i64 0
+declare i8* @PyLong_FromLongLong(i64)
+
+define i8* @element(i8* %self, i8** %arguments, i64 %count) {
+  %place = getelementptr [3 x i64], [3 x i64]* @table, i64 0, i64 %count
+  %element = load i64, i64* %place
+  %before = load volatile i64, i64* @offset
+  %after = add i64 %before, 100
+  store volatile i64 %after, i64* @offset
+  %sum = add i64 %element, %before
+  %result = call i8* @PyLong_FromLongLong(i64 %sum)
+  ret i8* %result
+}
+"""
+    code = object_code_of([text])
+    for image in image_of(["element"], code), Image(code, {"element": 0}, {}, 0):
+        loops = Loops(image)
+        assert [loops.element(), loops.element(None), loops.element(0, "1")] == [5, 107, 211]
+    assert image_of(["element"], b"no object code") == Image(b"no object code", {"element": 0}, {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +259,9 @@ def test_a_loop_s_numbers_are_numbers(loops):
 
 def test_code_that_cannot_be_linked_is_an_error_and_no_end():
     with pytest.raises(RuntimeError):
-        Loops(["relu"], b"no object code")
+        Loops(Image(b"no object code", {"relu": 0}, {}, 0))
+    with pytest.raises(ValueError, match="no_function"):
+        Loops(Image(bytes(PAGESIZE + 8), {"relu": 0}, {"no_function": PAGESIZE}, PAGESIZE))
 
 
 # --- arrays of other shapes and types than the loops have

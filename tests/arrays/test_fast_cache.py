@@ -95,7 +95,7 @@ def test_half_a_file_is_made_again(file, length):
 def test_two_processors_keep_code_side_by_side(monkeypatch):
     made()
     with monkeypatch.context() as patch:
-        patch.setattr(fast_cache._targets, "get_host_cpu_name", lambda: "another")
+        patch.setattr(fast_cache, "_processor", lambda: ["another"])
         assert made(b"its code") and not made(b"its code")
     assert not made()
 
@@ -103,7 +103,7 @@ def test_two_processors_keep_code_side_by_side(monkeypatch):
 def test_another_processor_s_code_is_not_run_under_this_one_s_name(file, monkeypatch):
     made()
     with monkeypatch.context() as patch:
-        patch.setattr(fast_cache._targets, "get_host_cpu_name", lambda: "another")
+        patch.setattr(fast_cache, "_processor", lambda: ["another"])
         made(b"its code")
     (other,) = set(file.parent.glob(f"spmd_engine.{NAME}.*")) - set(file.parent.glob("*.lock")) - {file}
     other.replace(file)

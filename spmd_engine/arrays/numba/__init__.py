@@ -1,1 +1,1 @@
-"""Loops that Numba compiles and that are cached as object code, named as the NumPy functions that they replace."""
+"""Loops that Numba compiles and that are cached, linked, named as the NumPy functions that they replace."""

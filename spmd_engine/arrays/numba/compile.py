@@ -46,7 +46,7 @@ def compile_loops(module: str, keep: Callable[[str, int, Callable[[], bytes]], b
                 arguments = [kind.of(half) if isinstance(kind, Either) else kind for kind in kinds]
                 loops[f"{name}_bfloat16" if half else name] = loop, arguments
     programs = [keep(name, len(loops), partial(_program, name, *loop)) for name, loop in loops.items()]
-    return list(loops), _object_code(program.decode() for program in programs)
+    return list(loops), object_code_of(program.decode() for program in programs)
 
 
 def _program(name: str, loop: Loop, arguments: list[Any]) -> bytes:
@@ -75,7 +75,7 @@ def _compile(loop: Loop, arguments: list[Any]) -> compiler.CompileResult:
     )
 
 
-def _object_code(programs: Iterable[str]) -> bytes:
+def object_code_of(programs: Iterable[str]) -> bytes:
     """Position-independent object code of LLVM programs for this processor."""
     target: Any = cpu_target.target_context
     _, cpu, features = target.codegen().magic_tuple()

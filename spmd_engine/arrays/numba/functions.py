@@ -48,10 +48,10 @@ def compiled_loops(module: str) -> Any:
     if not loops_are_there():
         return None
     try:
-        from spmd_engine.arrays.numba.object_code import linked
+        from spmd_engine.arrays.numba.object_code import loaded
 
-        return linked(module)
-    except (ImportError, SystemError, RuntimeError) as error:  # Numba's releases follow NumPy's with a delay
+        return loaded(module)
+    except (ImportError, SystemError, RuntimeError, ValueError) as error:  # Numba follows NumPy with a delay
         logger.warning("Numba is installed, but cannot be used (%s): NumPy computes instead", error)
         return None
 

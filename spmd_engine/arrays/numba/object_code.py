@@ -1,6 +1,6 @@
-"""Compiled loops in this process: linked from object code by LLVM, without Numba, which takes a second to load.
+"""Compiled loops in this process, without Numba, which takes a second to load.
 
-The first process on a machine compiles (``compile``); object code is cached on disk (``object_code``).
+The first process on a machine compiles (``compile``) and links (``link``); the result is cached on disk.
 """
 
 from __future__ import annotations
@@ -10,41 +10,25 @@ import fcntl
 import hashlib
 import json
 import logging
+import mmap
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from importlib import import_module
-from importlib.util import find_spec, module_from_spec
+from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import llvmlite
 import numpy as np
 
+from spmd_engine.arrays.numba.link import Image, image_of
 from spmd_engine.errors import UsageError
 from spmd_engine.files import open_private, open_regular
 from spmd_engine.runtime.launchers import launcher_rank, launcher_size, terminal
-
-
-def _llvm(*modules: str) -> list[Any]:
-    """Modules of ``llvmlite.binding``, without the others, whose import takes longer than to link."""
-    package = "llvmlite.binding"
-    spec = find_spec(package)
-    assert spec is not None
-    if is_absent := package not in sys.modules:
-        sys.modules[package] = module_from_spec(spec)
-    try:
-        return [import_module(f"{package}.{module}") for module in modules]
-    finally:
-        if is_absent:  # a later import of the whole package finds these modules
-            del sys.modules[package]
-
-
-_start, _link, _targets = _llvm("initfini", "orcjit", "targets")
 
 _FASTCALL = 0x0080  # METH_FASTCALL of Python's methodobject.h
 
@@ -60,43 +44,65 @@ class _MethodDef(ctypes.Structure):
     ]
 
 
-def linked(module: str) -> Loops:
-    """The loops of a module of this package; their object code is cached on disk under its name."""
+def loaded(module: str) -> Loops:
+    """The loops of a module of this package; their image is cached on disk under its name."""
 
     parts = Parts(module)
 
     def compile_module() -> bytes:
         from spmd_engine.arrays.numba.compile import compile_loops
 
-        names, code = compile_loops(module, parts.keep)
-        return json.dumps(names).encode() + b"\n" + code
+        image = image_of(*compile_loops(module, parts.keep))
+        return json.dumps(image[1:]).encode() + b"\n" + image.code
 
-    names, _, code = kept(module, compile_module).partition(b"\n")
+    facts, _, code = kept(module, compile_module).partition(b"\n")
     parts.remove()
-    return Loops(json.loads(names), code)
+    return Loops(Image(code, *json.loads(facts)))
 
 
 class Loops:
-    """Functions by name, of object code of ``compile_loops``; raises RuntimeError if it cannot be linked.
+    """Functions by name, of an image; raises RuntimeError or ValueError if it cannot be loaded.
 
     They take arrays and numbers, write to arrays, and return nothing. They raise TypeError for an array that is not
     contiguous, of another type, or with fewer dimensions than the loop has; the caller must ensure that the lengths
     of several arrays fit together.
     """
 
-    def __init__(self, names: Sequence[str], code: bytes) -> None:
-        _start.initialize_native_target()
-        _start.initialize_native_asmprinter()
-        library = _link.JITLibraryBuilder().add_object_img(code).add_current_process()
-        for name in names:
-            library.export_symbol(name)
-        self._linker = _link.create_lljit_compiler()
-        self._code = library.link(self._linker, "loops")
-        self._definitions = [_MethodDef(name.encode(), self._code[name], _FASTCALL, None) for name in names]
+    def __init__(self, image: Image) -> None:
+        self._code, addresses = _mapped(image) if image.fixed else _linked(image)
+        self._definitions = [_MethodDef(name.encode(), at, _FASTCALL, None) for name, at in addresses.items()]
         new = ctypes.pythonapi.PyCFunction_NewEx
         new.argtypes, new.restype = [ctypes.c_void_p] * 3, ctypes.py_object
-        for name, definition in zip(names, self._definitions, strict=True):
+        for name, definition in zip(addresses, self._definitions, strict=True):
             setattr(self, name, new(ctypes.addressof(definition), None, None))
+
+
+def _mapped(image: Image) -> tuple[Any, dict[str, int]]:
+    """The image in memory, and the addresses of its loops while this memory is kept."""
+    memory = mmap.mmap(-1, len(image.code), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(image.code)
+    process = ctypes.CDLL(None)
+    for name, at in image.imports.items():
+        memory[at : at + 8] = ctypes.addressof(ctypes.c_char.in_dll(process, name)).to_bytes(8, "little")
+    first = ctypes.c_char.from_buffer(memory)
+    begin = ctypes.addressof(first)
+    if process.mprotect(ctypes.c_void_p(begin), ctypes.c_size_t(image.fixed), mmap.PROT_READ | mmap.PROT_EXEC):
+        raise RuntimeError("the system lets no process run code that it has written: mprotect")
+    return first, {name: begin + place for name, place in image.loops.items()}
+
+
+def _linked(image: Image) -> tuple[Any, dict[str, int]]:
+    """Object code that LLVM links, and the addresses of its loops while this code is kept."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    library = binding.JITLibraryBuilder().add_object_img(image.code).add_current_process()
+    for name in image.loops:
+        library.export_symbol(name)
+    linker = binding.create_lljit_compiler()
+    code = library.link(linker, "loops")
+    return (linker, code), {name: code[name] for name in image.loops}
 
 
 # --- Object code of loops is cached on disk: one process compiles it if it is missing, and the others wait
@@ -108,6 +114,10 @@ class Loops:
 WARN_AFTER = 20.0  # seconds of waiting without progress after which rank 0 logs why it waits
 LIMIT = 180.0  # seconds of waiting without progress after which a process compiles without the lock
 PERIOD = 0.1  # seconds between attempts to take the lock
+
+_CALLERS = "functions", "images", "places"  # modules of this folder that call loops and have none
+#: The lines of /proc/cpuinfo on which compiled code depends, of x86, ARM and POWER.
+_KINDS = "vendor_id", "cpu family", "model", "flags", "Features", "CPU ", "cpu\t"
 
 logger = logging.getLogger(__name__)
 
@@ -197,17 +207,26 @@ def cache_folder() -> Path | None:
 
 def _key() -> bytes:
     """A digest of everything that the code depends on."""
-    folder, numba = Path(__file__).parent, find_spec("numba")
-    sources = [*sorted(folder.glob("*.py")), folder.parent / "factors.py"]
-    if numba is not None and numba.origin:
-        sources += Path(numba.origin).parent.glob("_version.py")
+    folder = Path(__file__).parent
+    sources = [path for path in sorted(folder.glob("*.py")) if path.stem not in _CALLERS]
+    sources.append(folder.parent / "factors.py")
+    for compiler in ("numba", "llvmlite"):
+        if (spec := find_spec(compiler)) is not None and spec.origin:
+            sources += Path(spec.origin).parent.glob("_version.py")
     digest = hashlib.sha256()
     for path in sources:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
-    processor = _targets.get_host_cpu_name(), _targets.get_host_cpu_features().flatten()
-    digest.update(repr((sys.version, np.__version__, llvmlite.__version__, processor, settings)).encode())
+    digest.update(repr((sys.version, np.__version__, _processor(), settings)).encode())
     return digest.digest()
+
+
+def _processor() -> list[str]:
+    """Of this processor, the model and what it can do."""
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        first = takewhile(str.strip, file)  # the lines of a core
+        return [line for line in first if line.startswith(_KINDS)]
+    return []
 
 
 def _read(path: Path, key: bytes) -> bytes | None:
