@@ -139,7 +139,7 @@ def hooks_of(workload: Workload, changes: ShapeChanges, early: Sequence[Hook], e
 
 def _notices_without_effect(workload: Workload) -> list[str]:
     """Notices of options with no or little effect on the model, whose sizes may be those of the data."""
-    job, mesh = workload.job, workload.engine.mesh
+    job, engine = workload.job, workload.engine
     notices = []
     if job.model.code is not None:
         notices = [f"the model is code: {job.model.name}, SHA-256 {job.model.code[:12]}... of its file"]
@@ -152,9 +152,9 @@ def _notices_without_effect(workload: Workload) -> list[str]:
         notices.append(
             f"warmup {warmup} is longer than {counted(steps, 'step')}: the learning rate stays below its peak"
         )
-    if job.shards_itself:
+    if job.shards_itself or not isinstance(engine, LayeredEngine):
         return notices
-    return notices + job.composition.check(mesh.all_axes, job.model.build(job.composition))
+    return notices + job.composition.check(engine.mesh.all_axes, engine.model)
 
 
 def _begin(run: Run, workload: Workload, resume: bool) -> list[str]:

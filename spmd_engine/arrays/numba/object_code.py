@@ -13,7 +13,6 @@ import logging
 import mmap
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -240,6 +239,8 @@ def _read(path: Path, key: bytes) -> bytes | None:
 
 def _write(path: Path, key: bytes, content: bytes) -> None:
     """Replace the file atomically; if it cannot be written, nothing is cached."""
+    import tempfile  # whose import takes longer than to load the loops
+
     with suppress(OSError):
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
