@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
@@ -55,11 +56,11 @@ class Member:
     home: Home | None = None  #: the ranks that have it; None: all of the stage
     small: bool = False  #: whether it is too small to be sharded, unlike others
 
-    @property
+    @cached_property
     def size(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def row(self) -> int:
         """Elements of one row, which is never split between owners."""
         return max(1, prod(self.shape[1:]))
