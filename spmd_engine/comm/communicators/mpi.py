@@ -60,7 +60,7 @@ class MPICommunicator(Communicator):
         self._comm = comm
         self._world = world if world is not None else self
         self._node: Node | None = None
-        self._yields = _OVERSUBSCRIBED  # until it is known whether they are
+        self._yields = _YIELDS
         #: of the world: messages to ranks on other nodes, if there are any
         self.side_messages: SideMessages | None = None
         self._ended: set[int] = set()
