@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +32,7 @@ from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.hooks import Hook
-from spmd_engine.training.observers import Observer
+from spmd_engine.training.observers import EventLog, MetricsFile, Observer, lines_up_to
 from spmd_engine.training.run import CONFIG, Run
 from spmd_engine.training.run_folder import is_model, run_folder
 from spmd_engine.training.train_config import CorpusFacts, StepConfig, TrainConfig
@@ -95,7 +96,7 @@ def train(
             with new_run.locked():  # before anything is read from or written to the folder
                 loaded = _begin(new_run, workload, resume)
                 if resume:
-                    notices += _notices_of_rates(new_run, workload)
+                    notices += _notices_of_rates(new_run, workload) + notices_of_change(new_run)
                 parameters = workload.parameter_count  # on all ranks: an engine may have to exchange shapes
                 new_run.notify("opened", workload, parameters, notices)
                 new_run.notify("loaded", loaded)
@@ -198,6 +199,21 @@ def _notices_of_rates(run: Run, workload: Workload) -> list[str]:
             before = TrainConfig.from_json(read_manifest(newest).config).training
             return notices_of_rates(before, workload.job.training, run.steps_done)
     return []
+
+
+def notices_of_change(run: Run) -> list[str]:
+    """A notice, on rank 0, of the last change of shape, if the job ended in its first step, and it is not repeated."""
+    if run.engine.device_id != 0:
+        return []
+    events, steps = (lines_up_to(run.folder / file.NAME, sys.maxsize) for file in (EventLog, MetricsFile))
+    shapes = [event for event in map(json.loads, events) if event.get("event") in ("started", "reshaped")]
+    last, done = shapes[-1] if shapes else {}, json.loads(steps[-1])["step"] if steps else 0
+    mesh = last.get("mesh")
+    if last.get("event") != "reshaped" or done > last["step"] or mesh == str(run.engine.mesh):
+        return []
+    return [
+        f"the change to mesh {mesh} after step {last['step']} is not repeated: the job ended in its first step there"
+    ]
 
 
 def _load_weights(workload: Workload) -> list[str]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from spmd_engine.cli import main
 from spmd_engine.cli.launch import newest_checkpoint
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs.resolve import job_to_train
+from spmd_engine.jobs.run_job import notices_of_change
 from spmd_engine.runtime.launchers import RESTARTS
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec
 from spmd_engine.runtime.supervisor import Supervisor
@@ -55,6 +57,17 @@ def test_a_restarted_job_has_the_last_composition_of_its_run(restarts, mesh, zer
         assert (job.composition.mesh, job.composition.zero, job.training.steps) == (mesh, zero, 9)
     (job,) = run_threads(resumed, 1)  # of two ranks, one is left
     assert job.composition.mesh == {"data": 2}
+
+
+@pytest.mark.parametrize("done, mesh, said", [(4, "data=2", 1), (5, "data=2", 0), (4, "model=2", 0)])
+def test_a_change_in_whose_first_step_the_job_ended_is_named_and_not_repeated(done, mesh, said, here):
+    changed = {"event": "reshaped", "step": 4, "mesh": "model=2"}
+    events = [{"event": "started", "step": 0, "mesh": "data=2"}, changed, {"event": "saved", "step": 4}]
+    (here / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (here / "metrics.jsonl").write_text("".join(json.dumps({"step": n + 1}) + "\n" for n in range(done)))
+    notices = notices_of_change(SimpleNamespace(folder=here, engine=SimpleNamespace(device_id=0, mesh=mesh)))
+    why = "the change to mesh model=2 after step 4 is not repeated: the job ended in its first step there"
+    assert notices == [why] * said
 
 
 KILLER = '''
