@@ -32,7 +32,14 @@ def checked(
 
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            _check(name, function, args, options, least, optional, give)
+            for argument, value, kind in _given(name, function, args, options):
+                if value is None and argument in optional:
+                    continue
+                for where, what, wanted in _misfits(argument, value, kind):
+                    raise UsageError(f"{name}: {where} is {_shown(what)}; give {give.get(argument, wanted)}")
+                if argument in least and value is not None and not least[argument] <= value < inf:
+                    wanted = f"give {give[argument]}" if argument in give else f"it must be from {least[argument]}"
+                    raise UsageError(f"{name}: {argument} is {value}; {wanted}")
             return function(*args, **options)
 
         return call
@@ -40,38 +47,20 @@ def checked(
     return decorate
 
 
-def _check(
-    name: str,
-    function: Any,
-    args: Sequence[Any],
-    options: Mapping[str, Any],
-    least: Mapping[str, float],
-    optional: Collection[str],
-    give: Mapping[str, str],
-) -> None:
+def _given(name: str, function: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The arguments of a call that are not the defaults, each with its type."""
     of = _signature(function)
     try:
         given = of.bind(*args, **options).arguments
     except TypeError as error:
         names = [argument for argument in of.parameters if argument != "self"]
-        unknown = next((option for option in options if option not in names), None)
-        if unknown is not None:
+        for unknown in options.keys() - names:
             raise UsageError(f"{name} has no argument {unknown!r}; {one_of(unknown, names)}") from None
         raise UsageError(f"{name}: {error}; its arguments are {', '.join(names)}") from None
     for argument, value in given.items():
         parameter = of.parameters[argument]
-        kind = _kind(parameter.annotation, function.__module__)
-        if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) or value is parameter.default:
-            continue
-        if value is None and argument in optional:
-            continue
-        if wrong := next(_misfits(argument, value, kind), None):
-            where, what, wanted = wrong
-            wanted = give.get(argument, wanted)
-            raise UsageError(f"{name}: {where} is {_shown(what)}; give {wanted}")
-        if argument in least and value is not None and not least[argument] <= value < inf:
-            wanted = f"give {give[argument]}" if argument in give else f"it must be from {least[argument]}"
-            raise UsageError(f"{name}: {argument} is {value}; {wanted}")
+        if parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) and value is not parameter.default:
+            yield argument, value, _kind(parameter.annotation, function.__module__)
 
 
 @cache
