@@ -147,6 +147,21 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 @contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that replaces ``path`` when it is complete: at any time, that is the old or the complete new file.
+
+    Other programs cannot guess its name.
+    """
+    unfinished = path.with_name(f".{path.name}-{os.urandom(16).hex()}")
+    try:
+        with naming(path), unfinished.open("xb") as file:
+            yield file
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
 def output_file(path: str | Path, option: str = "--output", *, follow: bool = True) -> Iterator[BinaryIO]:
     """A file to write to, which replaces ``path`` when it is complete; until then, the old file stays.
 
@@ -160,13 +175,7 @@ def output_file(path: str | Path, option: str = "--output", *, follow: bool = Tr
             with path.open("wb") as file:
                 yield file
             return
-        target = path.resolve() if follow else path  # keeps links
-        temporary = target.with_name(f".{target.name}.{os.urandom(16).hex()}")  # other programs cannot guess it
-        try:
-            with temporary.open("xb") as file:
-                yield file
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path.resolve() if follow else path) as file:  # keeps links
+            yield file
     except OSError as error:
         raise UsageError(f"{option} {path}: cannot be written ({error.strerror or error})") from error

@@ -27,7 +27,7 @@ from spmd_engine.adaptive.monitor import Observation, observe
 from spmd_engine.adaptive.planner_process import PlannerProposals
 from spmd_engine.adaptive.policy import Decision, Policy, PolicyState, PredictedShape
 from spmd_engine.checkpoints.format.folder import replace_file
-from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.reshape import Shape, ShapeRequest
 from spmd_engine.files import open_regular
 from spmd_engine.foreign import reading

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine import ParallelConfig
 from spmd_engine.engine.reshape import Shape, ShapeRequest
 
 State = Literal["requested", "planned", "moving", "committed", "refused", "estimated"]

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from spmd_engine.axes import MOST
 from spmd_engine.checkpoints.format.folder import LOCK
-from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm import Communicator
 from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.comm.world import Port, open_port
 from spmd_engine.configuration import Configuration, setting

@@ -29,10 +29,10 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.meta.backend import on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.axes import count_ranks
+from spmd_engine.comm import Group
 from spmd_engine.comm.agreement.rank_zero import failure_text, gather_json, on_all_ranks, text_from_rank_zero
-from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.arena import memory_here
-from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.reshape import Reshaper, Shape
 from spmd_engine.engine.state.engine_state import Copies
 from spmd_engine.engine.zero.parameter_store import Placements, parts_of, placements_of

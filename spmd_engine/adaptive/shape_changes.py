@@ -15,10 +15,10 @@ from spmd_engine.adaptive import change_of_shape as todo
 from spmd_engine.adaptive.change_of_shape import Action, ChangeOfShape, Next, Notify
 from spmd_engine.adaptive.joining import JoinRequest, JoinRequests, facts_of
 from spmd_engine.axes import axes_text
+from spmd_engine.comm import Communicator
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
-from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.world import Port
-from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.reshape import Reshaper, Shape, ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.files import RequestFile

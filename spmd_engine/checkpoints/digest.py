@@ -23,11 +23,11 @@ from spmd_engine.checkpoints.format.blocks import dtype_name
 from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER
 from spmd_engine.checkpoints.read import Checkpoint
 from spmd_engine.checkpoints.save import write_plans
-from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import ReplicasDifferError
+from spmd_engine.sharding import Rectangle
 from spmd_engine.sharding.placement import Placement, Rectangles, ranks_with_the_same
-from spmd_engine.sharding.rectangles import Rectangle
 
 CHUNK = 1 << 18  #: elements of a chunk, approximately
 _AT_ONCE = 1 << 15  # elements: a few temporaries of that size stay in cache

@@ -25,8 +25,8 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import rounded
 from spmd_engine.checkpoints.format.blocks import HASH, IN_CACHE, block_name, bytes_of, is_finite, read_into
 from spmd_engine.checkpoints.format.manifest import Manifest, StoredArray, StoredBlock
+from spmd_engine.comm import Group
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
-from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_file import read_header

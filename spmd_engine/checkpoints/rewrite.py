@@ -19,7 +19,7 @@ from spmd_engine.checkpoints.hf.weights import as_it_is
 from spmd_engine.checkpoints.load_in_place import PartOfBlock, PartReader, read_file_header
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable
 from spmd_engine.checkpoints.save import assign_blocks, file_facts
-from spmd_engine.comm.group import Group
+from spmd_engine.comm import Group
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_header import dtype_of, header
 from spmd_engine.sharding import ArrayPlacement, Placement, Rectangle

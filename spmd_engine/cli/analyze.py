@@ -21,8 +21,8 @@ from spmd_engine.planning import analyze as analyze_step
 from spmd_engine.planning.dry_run.model_shards import model_shards
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.search.placement import annealed, tasks_of
+from spmd_engine.training import TrainConfig
 from spmd_engine.training.data.array_file import read_arrays
-from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import optimizer_of, step_of
 
 WIDTH = 240  # columns of tables, so that no number is truncated on narrow terminals

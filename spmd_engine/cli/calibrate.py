@@ -15,13 +15,13 @@ from spmd_engine import units
 from spmd_engine.cli.bench.measuring import start_ranks
 from spmd_engine.cli.options import Quantity, print_notices
 from spmd_engine.cli.values import FILE, Choice
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.device_transport import open_device
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import solo, world
-from spmd_engine.engine.optimizers import AdamW
+from spmd_engine.engine import AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
-from spmd_engine.planning.dry_run.analyze import analyze
+from spmd_engine.planning import analyze
 from spmd_engine.planning.machine.files import calibrated_file, read_machine, toml_of
 from spmd_engine.planning.machine.machine import Fitted, Machine
 from spmd_engine.planning.machine.measure import IDLE, SECONDS, measure_machine, share_of_cores

@@ -31,10 +31,10 @@ from spmd_engine.formats.token_file import TokenFile, is_token_file, open_token_
 from spmd_engine.models.names import tokenizer_at
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
+from spmd_engine.training import TrainConfig
 from spmd_engine.training.data.contact_sheet import as_lines, holds_images, show_images
 from spmd_engine.training.data.prepare import FileSummary, encoded_document, prepare_with_summary
 from spmd_engine.training.data.token_data import check_digests
-from spmd_engine.training.train_config import TrainConfig
 
 BYTES, SHEET = "bytes", "contact-sheet.png"
 

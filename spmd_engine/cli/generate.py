@@ -14,8 +14,8 @@ import click
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, open_pretrained
 from spmd_engine.cli.options import LongCommand, open_mesh, permitted, served_model, takes_job, trust_option
 from spmd_engine.cli.values import NumberRange, WholeNumber, WholeRange
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, waits_outside
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine import LayeredEngine, ModelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import ALL, Columns, documents, find_files, parse_columns, prompts_in
@@ -30,10 +30,10 @@ from spmd_engine.serving.scoring import Score, score
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.encoding import encode_chat, encode_prompt
 from spmd_engine.tokens.hugging_face import read_tokenizer
+from spmd_engine.training import TrainConfig
 from spmd_engine.training.data.prepare import encoded_document
 from spmd_engine.training.data.token_data import check_digests
 from spmd_engine.training.run_folder import read_run, run_folder
-from spmd_engine.training.train_config import TrainConfig
 
 # --- Models of text with their tokenizers, from a run, a folder in Hugging Face's format or a GGUF file
 

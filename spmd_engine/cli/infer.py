@@ -23,8 +23,8 @@ from spmd_engine.cli.generate import (
 )
 from spmd_engine.cli.options import LongCommand, open_mesh, served_model, takes_job
 from spmd_engine.cli.values import WholeRange
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine import LayeredEngine, ShardedEngine, build_engine
 from spmd_engine.engine.distributed import check_dtype, check_mesh, make_engine
@@ -34,9 +34,9 @@ from spmd_engine.foreign import reading
 from spmd_engine.formats.text_documents import parse_columns
 from spmd_engine.models.names import IMAGES
 from spmd_engine.models.user_code import code_named, is_code
+from spmd_engine.training import TrainConfig
 from spmd_engine.training.data.images import ImageRows, as_floats, check_pixels, check_scale, find_unlabelled
 from spmd_engine.training.run_folder import run_folder
-from spmd_engine.training.train_config import TrainConfig
 
 
 @click.command(cls=LongCommand, short_help="Run a model on an array, on images or on texts.")

@@ -24,9 +24,9 @@ from spmd_engine.observability.progress import live_migration_text
 from spmd_engine.observability.run_record import JsonLines
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.activity import ranges
+from spmd_engine.training import TrainConfig
 from spmd_engine.training.observers import EventLog
 from spmd_engine.training.run_folder import run_folder
-from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import SECONDS, numbers_of, readable_bytes, readable_seconds
 
 EVERY = 0.1  #: seconds between two looks for the answer

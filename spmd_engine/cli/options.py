@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spmd_engine.arrays.backend import get_backend
+from spmd_engine.arrays import get_backend
 from spmd_engine.cli.values import FILE, Choice, WholeNumber
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.device_transport import choose_transport
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.configuration import ConfigField, Configuration, settings_of
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
@@ -26,7 +26,7 @@ from spmd_engine.models.names import MODELS, has_weights, other_meaning
 from spmd_engine.models.user_code import file_of, is_code, not_permitted, shown, with_arguments
 from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.training import TrainConfig
 from spmd_engine.units import BYTES, bytes_of, seconds_of
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from spmd_engine.cli.options import (
 from spmd_engine.cli.values import Choice, WholeRange
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.views import ArraySharding, draw_mesh
+from spmd_engine.engine import ParallelConfig
 from spmd_engine.engine.build import composed_layout
-from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.schedules.orders import named
 from spmd_engine.errors import UsageError
 from spmd_engine.observability.collective import EXAMPLES, MOST, draw_collective, transports_on_mesh
@@ -42,8 +42,8 @@ from spmd_engine.observability.shardings import (
 )
 from spmd_engine.observability.step import draw_communication, print_transfers
 from spmd_engine.planning import analyze
+from spmd_engine.training import TrainConfig
 from spmd_engine.training.run_folder import read_run, run_folder
-from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import step_of
 
 WIDTH = 120  # least columns of a line, so that no name is truncated on narrow terminals

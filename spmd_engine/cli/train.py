@@ -17,8 +17,8 @@ from spmd_engine.jobs.run_job import train as train_job
 from spmd_engine.observability.progress import Reporter
 from spmd_engine.runtime.launchers import check_started_by_launcher
 from spmd_engine.runtime.signals import ENDING, REQUEUE
+from spmd_engine.training import Observer
 from spmd_engine.training.adapt_config import AdaptConfig
-from spmd_engine.training.observers import Observer
 from spmd_engine.training.train_config import FIXED, TrainConfig
 
 _RESUME = f"""Continue the run --run from its last save, with its own options and those given here. Its mesh is not

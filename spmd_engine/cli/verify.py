@@ -25,7 +25,7 @@ from spmd_engine.formats import MappedArray, npz_names, read_npz
 from spmd_engine.models.user_code import code_named, is_code
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
-from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.training import TrainConfig
 from spmd_engine.units import numbers_of
 from spmd_engine.verification import Report, engine_and_reference, engine_of_model, fill_zeros, mesh_of_one
 from spmd_engine.verification import verify as compare

@@ -15,8 +15,7 @@ from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.precision import dtype_of, is_float, rounded
 from spmd_engine.arrays.updates import total_of_squares
-from spmd_engine.comm.group import Group
-from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm import Group, Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine import contract
@@ -25,8 +24,8 @@ from spmd_engine.engine.definition import EngineDefinition, Loss
 from spmd_engine.engine.state.assignment import Index
 from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.errors import UnknownParameter, UsageError
+from spmd_engine.sharding import Rectangle
 from spmd_engine.sharding.placement import Placement, exchange_placements, exchange_shapes
-from spmd_engine.sharding.rectangles import Rectangle
 
 if TYPE_CHECKING:
     from spmd_engine.engine.inference import Writer

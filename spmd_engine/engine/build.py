@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from spmd_engine.arrays.backend import get_backend
+from spmd_engine.arrays import get_backend
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.device_transport import open_device
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.helpers import AssignedLayers
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.model_config import ModelConfig
@@ -14,7 +14,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import Assignment, assign
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.layouts import attends
-from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding import Layout
 
 
 def build_engine(

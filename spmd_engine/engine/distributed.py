@@ -11,9 +11,9 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.precision import float_dtype, is_float
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.device_transport import open_device
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine, making_on
 from spmd_engine.engine.batch import Batch, Scores
 from spmd_engine.engine.build import build_engine
@@ -26,13 +26,12 @@ from spmd_engine.engine.state.assignment import Assignment, ZeroConfig
 from spmd_engine.engine.zero.parameter_store import ParameterStore, StoredEngine
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.errors import UsageError, described
-from spmd_engine.layers.declarations import Parameter
-from spmd_engine.layers.layer import Layer
+from spmd_engine.layers import Layer, Parameter
 from spmd_engine.losses import cross_entropy, mean_squared_error
-from spmd_engine.models.model import Model
+from spmd_engine.models import Model
 from spmd_engine.models.user_code import call, name_of
+from spmd_engine.sharding import Layout
 from spmd_engine.sharding.groups import Member, Sum, make_groups
-from spmd_engine.sharding.layout import Layout
 
 Layers = Sequence[Layer | tuple[str, Layer]]
 

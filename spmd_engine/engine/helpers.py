@@ -31,7 +31,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.axes import all_positions, axes_of_stage, axes_text
-from spmd_engine.comm.group import Group
+from spmd_engine.comm import Group
 from spmd_engine.comm.mesh import Mesh, ranks_by_position
 from spmd_engine.comm.pending import Deferred, Pending, Several
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, segments
@@ -43,10 +43,9 @@ from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.unsharder import Unsharder, tree_of
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Documents, Extra, ForwardContext, GradientSums, Layer
-from spmd_engine.models.layouts import layout_for
-from spmd_engine.models.model import Model
+from spmd_engine.models import Model, layout_for
 from spmd_engine.requirements import Case, requirement
-from spmd_engine.sharding.shards import Shards
+from spmd_engine.sharding import Shards
 
 if TYPE_CHECKING:
     from spmd_engine.engine.base import ShardedEngine

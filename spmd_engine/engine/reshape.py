@@ -39,7 +39,7 @@ from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError, counted, one_of
 from spmd_engine.foreign import reading
 from spmd_engine.models import Model
-from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding import Layout
 from spmd_engine.units import readable_bytes
 
 #: How the arrays move: between two steps, in memory or by a checkpoint, or while steps go on (see ``migration``).

@@ -16,21 +16,17 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.axes import PIPE, MeshPosition, uneven_axes
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.blocks import reduce_into
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.pending import Deferred, Several
 from spmd_engine.engine.pipeline import PipelineNeighbours
 from spmd_engine.engine.state.assignment import ZeroConfig, owned_rectangle
-from spmd_engine.layers.declarations import Parameter
-from spmd_engine.layers.layer import ForwardContext, Layer
+from spmd_engine.layers import ForwardContext, Layer, Parameter
 from spmd_engine.requirements import Case, requirement
+from spmd_engine.sharding import ArrayPlacement, Layout, Placement, Rectangle, plan_transfer
 from spmd_engine.sharding.groups import ParameterGroup
-from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.placement import ArrayPlacement, Placement
-from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.routes import Blocks
-from spmd_engine.sharding.transfer import plan_transfer
 
 if TYPE_CHECKING:
     from spmd_engine.engine.helpers import PartedPasses

@@ -12,20 +12,18 @@ from typing import Any
 
 from spmd_engine.adaptive.joining import Entrance, JoinRequest, facts_of, runs
 from spmd_engine.adaptive.shape_changes import ShapeChanges
-from spmd_engine.arrays.backend import get_backend
+from spmd_engine.arrays import get_backend
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero, text_from_rank_zero, waits_outside
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import merged
-from spmd_engine.engine.model_config import ModelConfig
+from spmd_engine.engine import ModelConfig
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.jobs.resolve import with_shape_of_weights
 from spmd_engine.jobs.run_job import CommonChoices, hooks_of, make_run, with_corpus
 from spmd_engine.runtime.signals import StopFlag
-from spmd_engine.training.hooks import Hook
-from spmd_engine.training.run import Run
+from spmd_engine.training import Hook, Run, TrainConfig
 from spmd_engine.training.run_folder import read_run, run_folder
-from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import open_workload
 
 

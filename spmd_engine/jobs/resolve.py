@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import checked_axes, count_ranks
+from spmd_engine.comm import Group, world
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero
-from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh, mesh_beside
-from spmd_engine.comm.world import world
 from spmd_engine.configuration import settings_of
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError

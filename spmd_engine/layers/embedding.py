@@ -1,8 +1,7 @@
 """Embeddings of tokens and positions, and the output head."""
 
-from spmd_engine.arrays import einsum
+from spmd_engine.arrays import backend_of, einsum
 from spmd_engine.arrays.activations import soft_cap, soft_cap_slope
-from spmd_engine.arrays.backend import backend_of
 from spmd_engine.arrays.elementwise import add_to
 from spmd_engine.arrays.precision import accumulated_in, scaled
 from spmd_engine.arrays.scatter import add_rows

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import spmd_engine.layers as layers
 from spmd_engine.axes import all_positions, axes_text
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import Layer
+from spmd_engine.layers import Layer
 from spmd_engine.models.model import Model, class_accuracy, class_loss
 from spmd_engine.requirements import Case, effect_along, requirement
 

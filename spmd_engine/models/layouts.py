@@ -10,7 +10,7 @@ from spmd_engine.comm.notation import EVEN, Weights, weighted_lengths
 from spmd_engine.errors import MeshError, one_of
 from spmd_engine.models.model import Model
 from spmd_engine.requirements import Case, effect_along, requirement
-from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding import Layout
 
 #: The letter of images [b h w c] that each mesh axis shards: samples, rows, columns, or the channels f inside blocks.
 OF_IMAGES = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.moe.routing import RouterOptions
+from spmd_engine.layers import RouterOptions
 
 if TYPE_CHECKING:
     from spmd_engine.layers.moe.moe import MoE

@@ -12,11 +12,10 @@ from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import UsageError, described
+from spmd_engine.layers import Buffer, Layer, Parameter
 from spmd_engine.layers.contract import check_declarations, check_sizes
-from spmd_engine.layers.declarations import Buffer, Parameter
-from spmd_engine.layers.layer import Layer
 from spmd_engine.losses import check_classes, cross_entropy, mean_squared_error, right_classes
-from spmd_engine.sharding.shards import Shards
+from spmd_engine.sharding import Shards
 
 
 @dataclass(frozen=True)

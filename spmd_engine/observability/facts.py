@@ -26,9 +26,9 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from spmd_engine.arrays.backend import Array, Backend, get_backend
 from spmd_engine.arrays.numba.functions import compiled_loops, loops_are_there
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
 from spmd_engine.comm.device_transport import choose_transport
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.comm.shared_memory.cores import quota_here
 from spmd_engine.foreign import reason

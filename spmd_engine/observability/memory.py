@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, all_positions
+from spmd_engine.engine import ParallelConfig
 from spmd_engine.engine.build import composed_assignment, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.array_table import BUFFER, FROZEN, GRADIENT, RESIDUE, STATE, ArrayRow
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.models import Model
 from spmd_engine.pictures import BLUE, GREEN, ORANGE, PURPLE, SKY, Cell, Picture, listed, table, text
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.engine import PassCache
+from spmd_engine.sharding import Layout
 from spmd_engine.sharding.groups import ParameterGroup
-from spmd_engine.sharding.layout import Layout
-from spmd_engine.training.train_config import TrainConfig
+from spmd_engine.training import TrainConfig
 from spmd_engine.training.workload import optimizer_of
 from spmd_engine.units import readable_bytes
 

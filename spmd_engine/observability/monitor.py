@@ -16,7 +16,7 @@ from rich.text import Text
 
 from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.comm.mesh import ranks_by_position
-from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine import ParallelConfig
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.foreign import parse_json, read_bytes, reading
 from spmd_engine.models.user_code import is_code
@@ -25,9 +25,9 @@ from spmd_engine.observability.progress import bar
 from spmd_engine.observability.run_record import RunReader, RunRecord
 from spmd_engine.pictures import WIDEST
 from spmd_engine.runtime.watchdog import FILE as HANG
+from spmd_engine.training import TrainConfig
 from spmd_engine.training.numbers_by_rank import expanded
 from spmd_engine.training.observers import ActivityFile
-from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import clock_time, readable_seconds
 
 SILENT = 90.0  #: seconds without a sign of life: a network file system may show a file a minute late

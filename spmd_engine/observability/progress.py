@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from signal import Signals
 from time import monotonic
 from typing import Any
@@ -206,13 +207,10 @@ def bar(part: float, length: int, encoding: str | None) -> str:
 
 def columns(path: str) -> int:
     """The columns of a terminal; 80 if they are unknown."""
-    try:
+    with suppress(OSError):
         handle = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    except OSError:
-        return 80
-    try:
-        return os.get_terminal_size(handle).columns or 80
-    except OSError:
-        return 80
-    finally:
-        os.close(handle)
+        try:
+            return os.get_terminal_size(handle).columns or 80
+        finally:
+            os.close(handle)
+    return 80

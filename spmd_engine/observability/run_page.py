@@ -21,8 +21,8 @@ from spmd_engine.models import Model
 from spmd_engine.models.user_code import is_code
 from spmd_engine.observability.run_record import WARM_UP, RunRecord
 from spmd_engine.pictures import html_table
+from spmd_engine.training import TrainConfig
 from spmd_engine.training.numbers_by_rank import expanded
-from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import clock_time, readable_bytes
 
 POINTS = 2400  #: most points of a curve of a single run; of several runs, each has its part of them

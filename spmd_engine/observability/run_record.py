@@ -56,9 +56,9 @@ class RunRecord:
         """Read a folder; lines that are damaged are left out. Raises UsageError for a folder that is no run's."""
         return replace(RunReader(folder).read(), picture=_picture(folder / DataPicture.NAME))
 
-    def last(self, event: str) -> Mapping[str, Any]:
-        """The last event of this kind; empty if there is none."""
-        return next((entry for entry in reversed(self.events) if entry.get("event") == event), {})
+    def last(self, *kinds: str) -> Mapping[str, Any]:
+        """The last event of these kinds; empty if there is none."""
+        return next((entry for entry in reversed(self.events) if entry.get("event") in kinds), {})
 
     def first(self, event: str) -> Mapping[str, Any]:
         """The first event of this kind; empty if there is none."""
@@ -97,23 +97,22 @@ class RunRecord:
     @property
     def experts(self) -> dict[str, tuple[int, ...]]:
         """The part of each expert, by layer, in the last steps; layers whose parts are even may be missing."""
-        placed = next((entry for entry in reversed(self.events) if entry.get("event") in ("started", PLACED)), {})
-        return {layer: tuple(parts) for layer, parts in placed.get("parts", {}).items()}
+        return {layer: tuple(parts) for layer, parts in self.last("started", PLACED).get("parts", {}).items()}
 
     @property
     def _shape(self) -> Mapping[str, Any]:
         """The event since which the run has its mesh: its start, or a change of its shape."""
-        return next((entry for entry in reversed(self.events) if entry.get("event") in ("started", "reshaped")), {})
+        return self.last("started", "reshaped")
 
     @property
     def crossings(self) -> list[Crossing]:
         """The thresholds that the last steps cross, with the run's own thresholds, or the usual ones."""
-        world = next((entry for entry in reversed(self.events) if entry.get("event") in ("started", "joined")), {})
         since, even = self._shape.get("step", 0), [1.0] * len(self.nodes)
         lines = [line for line in self.recent if line["step"] > since and "shares" in line]
         with suppress(UsageError, TypeError, ValueError, KeyError, IndexError):  # damaged lines, or other versions'
             config = AdaptConfig.from_json(self.config.get("adapt") or {}, CONFIG)
-            seen = observe(lines, 0, ranks=self.ranks_on_mesh, work=even, memory=world.get("memory"))
+            memory = self.last("started", "joined").get("memory")
+            seen = observe(lines, 0, ranks=self.ranks_on_mesh, work=even, memory=memory)
             return crossings(seen, config)
         return []
 
@@ -294,9 +293,4 @@ def _checkpoint_facts(folder: Path) -> dict[str, Any]:
         return {}
     with reading(f"{newest} cannot be read"):
         manifest = parse_json(read_bytes(newest / "manifest.json"))
-    return {
-        "path": str(newest),
-        "step": manifest.get("step"),
-        "sha256": manifest.get("sha256"),
-        "mesh": manifest.get("mesh"),
-    }
+    return {"path": str(newest), **{name: manifest.get(name) for name in ("step", "sha256", "mesh")}}

@@ -14,9 +14,9 @@ from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import table as tensor_table
 from spmd_engine.comm.notation import Spec
+from spmd_engine.engine import ParallelConfig
 from spmd_engine.engine.build import composed_assignment, composed_layout
 from spmd_engine.engine.helpers import stages_of
-from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE, Assignment, assign, homes_of, misfit, parse_shares
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_json, read_text, reading
@@ -25,8 +25,8 @@ from spmd_engine.models import Model
 from spmd_engine.observability.render import text_table
 from spmd_engine.sharding import Layout, routing_table
 from spmd_engine.sharding.groups import Home
+from spmd_engine.training import TrainConfig
 from spmd_engine.training.observers import MetricsFile
-from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.units import numbers_of
 
 # --- ``show sharding``: an array's blocks over the ranks, as JAX's ``visualize_array_sharding`` draws them

@@ -8,8 +8,8 @@ from math import exp
 
 import numpy as np
 
-from spmd_engine.arrays.backend import backend_of
-from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.arrays import backend_of
+from spmd_engine.engine import LayeredEngine
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.serving.generation import vocabulary_of
 from spmd_engine.serving.sampling import log_probs_of

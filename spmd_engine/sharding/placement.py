@@ -13,9 +13,9 @@ import numpy as np
 
 from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.axes import MeshPosition
+from spmd_engine.comm import Group
 from spmd_engine.comm.agreement.rank_zero import gather_equal_json, of_equal_ranks
 from spmd_engine.comm.agreement.signature import number_of
-from spmd_engine.comm.group import Group
 from spmd_engine.comm.notation import Spec
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.rectangles import Grid, Rectangle, covers_once

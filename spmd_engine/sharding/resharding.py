@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.axes import MeshPosition
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.notation import Spec, nested_span
 from spmd_engine.errors import MeshError, NotationError, one_of
 from spmd_engine.sharding.placement import ArrayPlacement, Placement

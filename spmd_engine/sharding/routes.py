@@ -12,8 +12,8 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm import Group
 from spmd_engine.comm.blocks import span
-from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.placement import ArrayPlacement, Placement, Rectangles, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Grid, Rectangle, intersections

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.precision import is_half
 from spmd_engine.axes import MeshPosition
-from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm import Group, Mesh
 from spmd_engine.comm.notation import nested_span
 from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.errors import MeshError, NotationError

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
+from spmd_engine.comm import Group
 from spmd_engine.comm.blocks import reduce_into
-from spmd_engine.comm.group import Group
 from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.sharding.placement import Placement

@@ -6,7 +6,7 @@ import numpy as np
 
 from spmd_engine.arrays import backend_of, einsum
 from spmd_engine.arrays.scatter import count_each
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm import Mesh
 from spmd_engine.strategies.page import Page, Weight
 from spmd_engine.strategies.two_layers import relu
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm import Mesh
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies.page import Page, Weight
 

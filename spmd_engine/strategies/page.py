@@ -9,8 +9,8 @@ from typing import Any
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.arrays.precision import accumulated_in, dtype_of
 from spmd_engine.arrays.random import key_of, normal
-from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.comm import Mesh
+from spmd_engine.engine import ShardedEngine
 from spmd_engine.engine.state.assignment import Index
 from spmd_engine.errors import UsageError
 

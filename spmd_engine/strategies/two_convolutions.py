@@ -10,7 +10,7 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.images import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from spmd_engine.arrays.precision import rounded
 from spmd_engine.arrays.windows import Window
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm import Mesh
 from spmd_engine.strategies.page import Page, Weight
 
 IMAGE = 7, 5  # h and w: small enough for tests, and prime, so that shards are uneven

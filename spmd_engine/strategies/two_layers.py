@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm import Mesh
 from spmd_engine.strategies.page import Page, Weight
 
 

@@ -11,9 +11,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import ParallelConfig
-from spmd_engine.sharding.experts import moved, rebalanced
+from spmd_engine.engine import LayeredEngine, ParallelConfig
+from spmd_engine.sharding import moved, rebalanced
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.run import Run, composition_of
 

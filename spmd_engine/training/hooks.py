@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from spmd_engine.comm.group import Group
+from spmd_engine.comm import Group
 
 if TYPE_CHECKING:
     from spmd_engine.training.run import Run

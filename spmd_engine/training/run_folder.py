@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from spmd_engine.checkpoints import CheckpointFolder
+from spmd_engine.comm import Mesh, world
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero
-from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.world import world
 from spmd_engine.errors import UsageError, check_argument
 from spmd_engine.foreign import parse_json, read_bytes
 from spmd_engine.training.run import CONFIG

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.agreement.rank_zero import gather_json
-from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.layers.layer import Layer
+from spmd_engine.engine import LayeredEngine, ShardedEngine
+from spmd_engine.layers import Layer
 
 _PINGS = 5
 TimedSpan = tuple[str, str, float, float]  # name, kind, and seconds of its beginning and end

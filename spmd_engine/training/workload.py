@@ -12,18 +12,15 @@ import numpy as np
 
 from spmd_engine.arrays import get_backend
 from spmd_engine.arrays.precision import dtype_of
+from spmd_engine.comm import Group, Mesh
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
-from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
-from spmd_engine.engine import ParallelConfig, build_engine
-from spmd_engine.engine.base import ShardedEngine, making_on
+from spmd_engine.engine import LayeredEngine, ParallelConfig, ShardedEngine, build_engine, making_on
 from spmd_engine.engine.batch import Batch, check_batch
 from spmd_engine.engine.distributed import check_dtype, check_mesh, make_engine
-from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.errors import UsageError
-from spmd_engine.models.convnet import ImageShape
+from spmd_engine.models import ImageShape
 from spmd_engine.models.decoder import BYTES
 from spmd_engine.models.names import IMAGES
 from spmd_engine.models.user_code import is_code

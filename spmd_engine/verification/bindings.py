@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.group import Group
+from spmd_engine.comm import Group
 
 #: Code whose names are not observed: Python, NumPy, and this package except the pages of strategies/.
 _PACKAGE = Path(__file__).parents[1]

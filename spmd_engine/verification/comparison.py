@@ -14,8 +14,8 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.arrays.precision import widened
-from spmd_engine.comm.group import Group
-from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.comm import Group
+from spmd_engine.engine import ShardedEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.verification.diagnosis import ComparedBlock, diagnose, difference, first_and_largest
 from spmd_engine.verification.report import Disagreement

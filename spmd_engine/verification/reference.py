@@ -11,10 +11,10 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of, normal
-from spmd_engine.checkpoints.pretrained import open_pretrained
+from spmd_engine.checkpoints import open_pretrained
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.communicators.threads import run_threads, solo
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine import Batch, LayeredEngine, ModelConfig, ParallelConfig, ShardedEngine, batch_of, build_engine
 from spmd_engine.engine.contract import lack_of_parameters

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine import ShardedEngine
 from spmd_engine.verification.bindings import Bindings, Name, ObservedReduction, place
 from spmd_engine.verification.comparison import SMALLEST_SCALE, from_first, on_host, to_first
 from spmd_engine.verification.diagnosis import VARIABLE, ComparedBlock, base_in_sum, diagnose, difference, missing_sum

@@ -10,7 +10,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_header import DTYPES
-from spmd_engine.sharding.rectangles import Rectangle
+from spmd_engine.sharding import Rectangle
 
 #: The names of dtypes in files, by their names in NumPy and ml_dtypes.
 _NAMES = {numpy: name for name, numpy in reversed(DTYPES.items())}  # U8, and not F8_E8M0, is that of uint8

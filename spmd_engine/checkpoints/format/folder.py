@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.files import naming, open_private, open_regular
+from spmd_engine.files import open_private, open_regular, replacing
 
 CHECKPOINTS, LATEST, MANIFEST = "checkpoints", "latest", "manifest.json"
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -164,16 +164,11 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a small file atomically: at any time, ``path`` is the old file or the complete new one."""
-    unfinished = path.with_name(f".{path.name}-{os.urandom(16).hex()}")
-    try:
-        with naming(path), unfinished.open("x") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    """Write a small file, also to the disk, in place of an older one: see ``replacing``."""
+    with replacing(path) as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def discard(path: Path) -> None:

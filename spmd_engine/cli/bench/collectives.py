@@ -18,7 +18,7 @@ import numpy as np
 
 from spmd_engine.cli.bench.measuring import count_option, measure, output_option, report
 from spmd_engine.cli.values import Choice, WholeRange
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm import Mesh
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 

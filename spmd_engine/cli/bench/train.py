@@ -25,9 +25,9 @@ from spmd_engine.cli.bench.measuring import count_option, measure, output_option
 from spmd_engine.cli.options import open_mesh, print_notices
 from spmd_engine.cli.train import job_of
 from spmd_engine.cli.train import train as train_command
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.communicators.threads import solo
-from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.training.trace import Trace

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmd_engine.arrays.backend import Backend
+from spmd_engine.arrays import Backend
 from spmd_engine.arrays.meta.array import has_shapes_only
 from spmd_engine.axes import PIPE, count_ranks
 from spmd_engine.engine.offload.array import OffloadedArray

@@ -14,7 +14,7 @@ from pathlib import Path
 from uuid import uuid4
 from weakref import finalize
 
-from spmd_engine.arrays.backend import CPU, Backend
+from spmd_engine.arrays import CPU, Backend
 from spmd_engine.engine.offload.target import OffloadError, OffloadTarget
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Backend
+from spmd_engine.arrays import Backend
 from spmd_engine.engine.offload.target import OffloadTarget
 
 

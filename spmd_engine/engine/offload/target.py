@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from spmd_engine.arrays.backend import CPU, Backend
+from spmd_engine.arrays import CPU, Backend
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.errors import UsageError
 from spmd_engine.units import readable_bytes

@@ -21,8 +21,8 @@ from spmd_engine.engine.offload.config import Offload
 from spmd_engine.engine.state.array_table import ArrayTable, array_table
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.declarations import Buffer, Parameter
-from spmd_engine.models.model import Model
+from spmd_engine.layers import Buffer, Parameter
+from spmd_engine.models import Model
 from spmd_engine.requirements import Case, Requirement, effect_along, effect_if, requirement
 from spmd_engine.sharding import Rectangle, Shards
 from spmd_engine.sharding.groups import CAP, THRESHOLD, Home, Member, ParameterGroup, Sum, make_groups

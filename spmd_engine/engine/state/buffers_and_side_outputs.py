@@ -10,17 +10,14 @@ from math import prod
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
-from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.pending import Pending
+from spmd_engine.comm import Mesh, Pending
 from spmd_engine.engine.state.array_table import BUFFER, FROZEN, ArrayTable
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.engine.zero.storage import start_copies
-from spmd_engine.layers.declarations import Buffer, SideOutput
-from spmd_engine.layers.layer import Extra, ForwardContext, Layer
-from spmd_engine.models.model import Model
+from spmd_engine.layers import Buffer, Extra, ForwardContext, Layer, SideOutput
+from spmd_engine.models import Model
+from spmd_engine.sharding import Layout, Shards
 from spmd_engine.sharding.groups import Home
-from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.shards import Shards
 
 
 class Buffers:

@@ -11,9 +11,8 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.axes import MeshPosition, uneven_axes
+from spmd_engine.comm import Group, Mesh
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
-from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.helpers import Assigned, HelpedNeighbours, PartedPasses, parse_assign
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Chunk, Execution, PipelineNeighbours, Recompute, check_recompute, segments
@@ -34,12 +33,11 @@ from spmd_engine.engine.zero.parameter_store import (
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.unsharder import Unsharder
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import ForwardContext, Layer
+from spmd_engine.layers import ForwardContext, Layer
 from spmd_engine.models import Model
-from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding import Layout, Shards
 from spmd_engine.sharding.placement import Placement, exchange_placements
 from spmd_engine.sharding.routes import Blocks
-from spmd_engine.sharding.shards import Shards
 from spmd_engine.sharding.transfer import PIECE, plan_transfer
 
 if TYPE_CHECKING:

@@ -15,9 +15,7 @@ from spmd_engine.arrays.attention import HIDDEN
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine.state.moving_state import Parts
 from spmd_engine.layers.attention.kv_cache import Cache, Columns
-from spmd_engine.sharding.placement import Placement
-from spmd_engine.sharding.rectangles import Rectangle
-from spmd_engine.sharding.shards import Shards
+from spmd_engine.sharding import Placement, Rectangle, Shards
 
 if TYPE_CHECKING:
     from spmd_engine.engine.layered import LayeredEngine

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.comm import Group
 from spmd_engine.comm.agreement.rank_zero import gather_json
-from spmd_engine.comm.group import Group
+from spmd_engine.sharding import Rectangle, plan_transfer
 from spmd_engine.sharding.placement import Held, Placement, exchange_placements
-from spmd_engine.sharding.rectangles import Rectangle
-from spmd_engine.sharding.transfer import plan_transfer
 
 if TYPE_CHECKING:
     from spmd_engine.engine.layered import LayeredEngine

@@ -18,7 +18,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.dtypes import described
 from spmd_engine.arrays.random import key_of, normal
-from spmd_engine.comm.group import Group
+from spmd_engine.comm import Group
 from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.errors import UsageError
 from spmd_engine.requirements import Case, requirement

@@ -10,8 +10,8 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.meta.array import has_shapes_only
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.base import ShardedEngine
@@ -22,10 +22,10 @@ from spmd_engine.engine.uneven_stages import sum_over_stages
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter, UsageError, check_argument, one_of
-from spmd_engine.layers.declarations import Parameter
-from spmd_engine.models.model import Model
+from spmd_engine.layers import Parameter
+from spmd_engine.models import Model
+from spmd_engine.sharding import Layout
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
-from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.placement import Held, Placement, exchange_placements
 from spmd_engine.units import readable_bytes
 

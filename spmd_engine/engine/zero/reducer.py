@@ -11,7 +11,7 @@ from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.engine.state.array_table import GRADIENT
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import SpmdError, UsageError
-from spmd_engine.layers.layer import GradientSums
+from spmd_engine.layers import GradientSums
 
 IN_FLIGHT = 2  #: groups of micro-batches' gradients that may be in flight to their owners (ZeRO-2 and 3)
 

@@ -12,8 +12,7 @@ from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.memory import fresh_zeros
 from spmd_engine.arrays.precision import rounded
 from spmd_engine.axes import PIPE
-from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm import Group, Mesh
 from spmd_engine.comm.pending import Deferred, Pending, then
 from spmd_engine.engine.state.array_table import (
     GRADIENT,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.attention.attention_config import RotaryOptions
+from spmd_engine.layers import RotaryOptions
 from spmd_engine.models.families import family
 from spmd_engine.models.families.family import Config, Family, Gguf, Rope
 from spmd_engine.models.families.gpt2 import GPT2_FIELDS, GPT2_MODULES, GPT_NEO_ATTENTION

@@ -12,7 +12,7 @@ from typing import Any
 
 from spmd_engine.errors import CheckpointError, UsageError, one_of
 from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.layers.moe.routing import RouterOptions
+from spmd_engine.layers import RouterOptions
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.families.family import Config, Family, SlidingWindow, check_required

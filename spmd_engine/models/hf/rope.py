@@ -7,7 +7,7 @@ from math import log, sqrt
 from typing import Any
 
 from spmd_engine.errors import UsageError, one_of
-from spmd_engine.layers.attention.attention_config import RotaryOptions
+from spmd_engine.layers import RotaryOptions
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families.family import Config, Rope
 

@@ -8,8 +8,7 @@ from math import isclose
 from typing import Any
 
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.layers.attention.attention_config import RotaryOptions
-from spmd_engine.layers.moe.routing import RouterOptions
+from spmd_engine.layers import RotaryOptions, RouterOptions
 from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.families import FAMILIES
 from spmd_engine.models.families.family import Experts, Rope, SlidingWindow

@@ -19,11 +19,11 @@ from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.comm import Group, Mesh
 from spmd_engine.comm.pending import Pending, wait_for
-from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.layers.layer import ForwardContext, GradientSums, Layer
+from spmd_engine.engine import LayeredEngine
+from spmd_engine.layers import ForwardContext, GradientSums, Layer
 from spmd_engine.planning.dry_run.recorder import ANY_LAYER, Phase, Recorder
 from spmd_engine.planning.dry_run.step_analysis import Communication, Computation, Phases
-from spmd_engine.sharding.shards import Shards
+from spmd_engine.sharding import Shards
 
 #: The input, output and output gradient of a layer, which it may keep.
 X, Y, DY = "x", "y", "dy"

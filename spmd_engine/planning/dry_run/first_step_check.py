@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from spmd_engine.comm.agreement.rank_zero import gather_equal_json, gather_json, json_from_rank_zero
 from spmd_engine.engine import LayeredEngine, ShardedEngine
 from spmd_engine.errors import PlanError, UsageError
-from spmd_engine.training.hooks import Hook
+from spmd_engine.training import Hook
 from spmd_engine.training.numbers_by_rank import LISTED, condensed
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload, step_of

@@ -14,12 +14,12 @@ from spmd_engine.axes import PIPE, MeshPosition, all_positions, rank_grid
 from spmd_engine.comm.notation import Weights, nested_span
 from spmd_engine.comm.shared_memory.node import MOST_RANKS
 from spmd_engine.comm.shared_memory.slot_table import size_of_table
+from spmd_engine.layers import Layer
 from spmd_engine.layers.contract import is_checked
-from spmd_engine.layers.layer import Layer
-from spmd_engine.models.model import Model
+from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import GroupKey, StepAnalysis
+from spmd_engine.sharding import Layout
 from spmd_engine.sharding.groups import ParameterGroup
-from spmd_engine.sharding.layout import Layout
 
 #: The axes over which parameters are stored in shards, and the lengths of these shards.
 UnevenParts = tuple[Sequence[str], Sequence[int]]

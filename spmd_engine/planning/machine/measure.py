@@ -16,14 +16,14 @@ from time import perf_counter, process_time, thread_time
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from spmd_engine.arrays.backend import CPU, Backend
+from spmd_engine.arrays import CPU, Backend
 from spmd_engine.arrays.images import conv2d, conv2d_weight_gradient
 from spmd_engine.arrays.meta.meter import CONVOLUTION, KERNELS
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.arrays.products import matmul
 from spmd_engine.arrays.windows import Window
+from spmd_engine.comm import Mesh
 from spmd_engine.comm.agreement.rank_zero import gather_json
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.cores import cores_here, cores_of, quota_here
 from spmd_engine.engine.offload.file import FileTarget
 from spmd_engine.engine.offload.target import PIECE

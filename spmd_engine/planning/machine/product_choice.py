@@ -8,8 +8,8 @@ from spmd_engine.arrays import products
 from spmd_engine.arrays.product_libraries.installed import LIBRARIES, load
 from spmd_engine.arrays.product_libraries.library import ProductLibrary
 from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES
+from spmd_engine.comm import Group
 from spmd_engine.comm.agreement.rank_zero import gather_json, json_from_rank_zero
-from spmd_engine.comm.group import Group
 
 
 def choose_products(

@@ -17,13 +17,13 @@ import numpy as np
 
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.axes import MeshPosition, position_of
+from spmd_engine.engine import ParallelConfig
 from spmd_engine.engine.build import composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.schedules import named
 from spmd_engine.engine.state.assignment import assign
 from spmd_engine.errors import SpmdError
-from spmd_engine.layers.layer import Layer
+from spmd_engine.layers import Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.engine import PassCache, kind_of
@@ -36,7 +36,7 @@ from spmd_engine.planning.search.shares import stage_slowdowns
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
 from spmd_engine.planning.simulator.slots import Slots
-from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding import Layout
 
 #: Samples of a micro-batch per rank for which layers are dry run; other costs are interpolated linearly.
 SAMPLES = (1, 8)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.axes import PIPE, all_positions, axes_text, count_ranks
-from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, divide
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimate, best_division

@@ -14,8 +14,8 @@ from math import gcd, prod
 from typing import Any
 
 from spmd_engine.axes import MeshPosition, axes_text, checked_axes, count_ranks
+from spmd_engine.engine import ParallelConfig
 from spmd_engine.engine.offload.config import Offload
-from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, PIPE, misfit
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.models import Model, layout_for

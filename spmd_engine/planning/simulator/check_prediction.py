@@ -13,16 +13,16 @@ from typing import Any
 from spmd_engine.axes import count_ranks, position_of
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
-from spmd_engine.models.model import Model
+from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.simulator.simulation import Prediction
 from spmd_engine.planning.simulator.step_evaluation import evaluate_step
+from spmd_engine.training import TrainConfig
 from spmd_engine.training.run import CONFIG
 from spmd_engine.training.run_folder import run_folder
 from spmd_engine.training.trace import COMMUNICATION, COMPUTE, TimedSpan, trace_events, trace_text
-from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import step_of
 
 Line = tuple[str, str, str]  # operation, axes and label

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.precision import dtype_of
+from spmd_engine.comm import Group
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_rank_zero, share_array
-from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import npz_names, read_npz
 from spmd_engine.training.data.array_data import ArrayData

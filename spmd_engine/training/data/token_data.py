@@ -8,7 +8,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from spmd_engine.comm.group import Group
+from spmd_engine.comm import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import TokenFile
 from spmd_engine.layers.layer import Documents, documents_of
