@@ -116,10 +116,11 @@ class ResiduePlan(WritePlan):
     def arrays(self, dtypes: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], str, Pieces]]:
         """Those of all ranks: names begin with the rank."""
         plans = {id(one): _residue_plan(one, {}, ()) for one in self.of_ranks}
+        kinds = {key: super(ResiduePlan, plan).arrays({}) for key, plan in plans.items()}
         arrays = {}
         for rank, one in enumerate(self.of_ranks):
             of_rank: dict[int, Pieces] = {}  # equal residues of a rank share their pieces
-            for name, (shape, dtype, pieces) in super(ResiduePlan, plans[id(one)]).arrays({}).items():
+            for name, (shape, dtype, pieces) in kinds[id(one)].items():
                 if id(pieces) not in of_rank:
                     of_rank[id(pieces)] = Pieces(pieces.bounds, np.full_like(pieces.ranks, rank))
                 arrays[f"{rank:05d}/{name}"] = shape, dtype, of_rank[id(pieces)]
