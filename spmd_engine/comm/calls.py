@@ -77,7 +77,7 @@ class PreparedCall:
     def finish(self, signatures: Signatures | None, blocks: Sequence[Any], out: Any) -> Any:
         """The result of all ranks' ``blocks``, in ``out`` if given. ``signatures``: None if they are all the same."""
 
-    def check_out(self, x: Array, out: Any, ranks: int) -> None:
+    def check_out(self, x: Array, out: Any) -> None:
         """Raise UsageError unless ``out`` can receive the result of a call of ``x``."""
 
     def expect(self, entries: Entries | None) -> None:
@@ -249,15 +249,14 @@ class Collective(PreparedCall, ABC):
             packed[place] = x[part].reshape(-1)
         return packed
 
-    def check_out(self, x: Array, out: Any, ranks: int) -> None:
-        shape, joins = x.shape if ranks == 1 else self.shape, bool(self.even)
-        if getattr(out, "flags", None) is None:
+    def check_out(self, x: Array, out: Any) -> None:
+        shape, joins = x.shape if self.ranks == 1 else self.shape, bool(self.even)
+        if (flags := getattr(out, "flags", None)) is None:
             raise UsageError(f"{self.signature.operation}: out is a {type(out).__name__}; give an array")
         # The joined length may differ from the expected one; ``steps`` checks it when it is known.
-        fits = (
-            out.dtype == self.dtype and (out.shape == shape or (joins and ranks > 1)) and not self.signature.concat_axis
-        )
-        flags = out.flags  # CuPy's arrays are always writable
+        fits = out.shape == shape or (joins and self.ranks > 1)
+        fits = fits and out.dtype == self.dtype and not self.signature.concat_axis
+        # CuPy's arrays are always writable.
         if not fits or not flags.c_contiguous or (isinstance(out, np.ndarray) and not flags.writeable):
             wanted, got = f"{self.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"
             axis = ", joined along axis 0" if joins else ""

@@ -93,9 +93,8 @@ class Group:
         self, operation: str, x: Any, arguments: tuple, out: Any, label: str
     ) -> tuple[PreparedCall, Array | None]:
         """The prepared call, and ``x`` in its dtype. Raises UsageError if the call cannot be made."""
-        if x is None and operation in ("broadcast", "barrier"):  # it comes from another rank, or there is none
-            key: tuple = operation, arguments, label
-        else:
+        key: tuple = (operation, arguments, label)
+        if operation not in ("broadcast", "barrier") or x is not None:  # else from another rank, or none
             try:
                 key = operation, type(x), x.dtype, x.shape, arguments, label
             except AttributeError:
@@ -104,7 +103,7 @@ class Group:
         if x is not None and x.dtype is not call.dtype and x.dtype != call.dtype:
             x = x.astype(call.dtype)
         if out is not None:
-            call.check_out(x, out, self.size)
+            call.check_out(x, out)
         return call, x
 
     def _run_alone(self, call: PreparedCall, x: Array | None, out: Any) -> Any:
@@ -161,17 +160,16 @@ class Group:
         number, progress, spin_tests = self.connections.next_call(call.text), self.comm.progress, self.comm.spin_tests
         fits = out is None or (expected.same and type(out) is np.ndarray and out.shape == call.shape)
         with progress.lock:
-            if fits and table.enter(number, call.signature, x, None, expected) is not None:
-                entries = table.read(number, expected, x, False)
-                if entries is None:
-                    entries = progress.spin(spin_tests, table.read, number, expected, x, False)
-                if entries is not None and entries.signatures is expected:
-                    try:
-                        result = call.finish(None if expected.same else expected, entries.blocks, out)
-                    finally:
-                        table.set_phase(number, RELEASED)
-                    call.record(self.ledger, result, perf_counter() - began)
-                    return result
+            entries = table.exchange(number, call.signature, x, None, expected) if fits else None
+            if fits and entries is None:
+                entries = progress.spin(spin_tests, table.exchange, number, call.signature, x, None, expected)
+            if entries is not None and entries.signatures is expected:
+                try:
+                    result = call.finish(None if expected.same else expected, entries.blocks, out)
+                finally:
+                    table.set_phase(number, RELEASED)
+                call.record(self.ledger, result, perf_counter() - began)
+                return result
         return self._start(call, x, out, number=number, spin_tests=spin_tests).wait()  # it enters the same again
 
     def _end(self, number: int) -> None:

@@ -335,9 +335,9 @@ def test_memory_is_the_callers_again_when_all_have_read_it(ranks=3):
 
     def program():
         group = spinning_group()
-        read = group.connections.table.read
+        exchange = group.connections.table.exchange
         if group.rank == 1:
-            group.connections.table.read = lambda *arguments: time.sleep(2e-3) or read(*arguments)
+            group.connections.table.exchange = lambda *arguments: time.sleep(2e-3) or exchange(*arguments)
         for turn in range(3 * TIMES):
             arrays = [values((90,), FLOAT, turn + r) for r in range(ranks)]
             x = arrays[group.rank].copy()

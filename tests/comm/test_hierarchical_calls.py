@@ -157,14 +157,15 @@ def test_some_ranks_know_the_sizes_of_what_they_gather(hosts, length):
 
 def test_a_rank_that_offers_its_result_waits_until_the_others_have_read_it(monkeypatch):
     """Small data are in the slot table, in records that later calls use again; the result is not."""
-    read, offered = SlotTable.read, []
+    exchange, offered = SlotTable.exchange, []
 
-    def spied(table, number, expected, own_data, exposed):
-        entries = read(table, number, expected, own_data, exposed)
-        offered.append((exposed, entries.exposed))
+    def spied(table, number, signature, data, result, expected):
+        entries = exchange(table, number, signature, data, result, expected)
+        if entries is not None:
+            offered.append((result is not None, entries.exposed))
         return entries
 
-    monkeypatch.setattr(SlotTable, "read", spied)
+    monkeypatch.setattr(SlotTable, "exchange", spied)
 
     def program():
         with Mesh(data=4) as mesh:

@@ -20,7 +20,7 @@ from spmd_engine.comm.connections import Connections
 from spmd_engine.comm.exchange import AGREEMENT, EXPLANATION, exchange, tag
 from spmd_engine.comm.pending import RanksEnded, Steps
 from spmd_engine.comm.rounds import Payload
-from spmd_engine.comm.shared_memory.slot_table import CALLED, Entries
+from spmd_engine.comm.shared_memory.slot_table import Entries
 from spmd_engine.errors import MismatchError, RankAborted, UsageError
 
 INLINE = 4096  #: bytes of a text that travels with a signature
@@ -62,16 +62,14 @@ class Agreement:
 
         ``reduction``: makes the payload from the arrays of this node's ranks, or of this rank; None: ranks agree
         without. ``x`` travels inline if the signature says so; for ``expected``, ``readable`` and ``result`` see
-        ``SlotTable.enter``. If the calls do not match, all ranks raise the same error.
+        ``SlotTable.exchange``. If the calls do not match, all ranks raise the same error.
         """
         connections, table, entries, ended = self._connections, self._connections.node_table, None, None
         if table is not None:
             data = x if signature.inline else readable
             try:
-                while (exposed := table.enter(number, signature, data, result, expected)) is None:
-                    yield table.until_free(number, signature.inline)
-                while (entries := table.read(number, expected, data, exposed)) is None:
-                    yield table.until_reached(number, CALLED)
+                while (entries := table.exchange(number, signature, data, result, expected)) is None:
+                    yield table.until_exchanged(number, signature.inline)
             except RanksEnded as error:
                 if table is connections.table:
                     raise

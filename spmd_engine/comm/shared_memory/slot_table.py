@@ -114,8 +114,10 @@ class SlotTable:
 
     def all_reached(self, number: int, phase: int) -> bool:
         """Whether all ranks have reached ``phase`` of call ``number``."""
-        least = number * _STEPS + phase
-        for word in self._phases[number % SLOTS].tolist():  # for few ranks, in half the time of ``min``
+        return self._all_reached(self._phases[number % SLOTS], number * _STEPS + phase)
+
+    def _all_reached(self, words: memoryview, least: int) -> bool:
+        for word in words.tolist():  # for few ranks, in half the time of ``min``
             if word < least:
                 return False
         if self._weak:
@@ -139,11 +141,14 @@ class SlotTable:
         """Record that this rank has reached ``phase``. The last rank wakes those that sleep."""
         words, word = self._phases[number % SLOTS], number * _STEPS + phase
         if words[self.rank] < word:  # else already set: a later call may use this slot
-            if self._weak:
-                self._waker.fence()
-            words[self.rank] = word
-            if self._waker.anyone_sleeps() and self.all_reached(number, phase):
-                self._waker.wake(self._others)
+            self._set(words, word)
+
+    def _set(self, words: memoryview, word: int) -> None:
+        if self._weak:
+            self._waker.fence()
+        words[self.rank] = word
+        if self._waker.anyone_sleeps() and self._all_reached(words, word):
+            self._waker.wake(self._others)
 
     def reach(self, number: int, phase: int) -> Iterator[Condition]:
         """Set this rank's ``phase``, and continue when all ranks have reached it."""
@@ -153,74 +158,71 @@ class SlotTable:
 
     # --- signatures and data
 
-    def until_free(self, number: int, inline: int) -> Condition:
-        """The condition ``is_free``."""
+    def until_exchanged(self, number: int, inline: int) -> Condition:
+        """The condition that ``exchange`` waits for: its slot is free, or all ranks have reached CALLED."""
+        if self._phases[number % SLOTS][self.rank] >= number * _STEPS + CALLED:
+            return self.until_reached(number, CALLED)
         return Condition(partial(self.is_free, number, inline), partial(self._has_begun, number - SLOTS))
 
     def until_reached(self, number: int, phase: int) -> Condition:
         """The condition ``all_reached``."""
         return Condition(partial(self.all_reached, number, phase), partial(self._has_begun, number))
 
-    def enter(
+    def exchange(
         self,
         number: int,
         signature: Signature,
         data: np.ndarray | None,
         result: np.ndarray | None,
         expected: Signatures,
-    ) -> bool | None:
-        """Write this rank's entry of call ``number`` and reach CALLED; None: its slot is not free yet.
+    ) -> Entries | None:
+        """Write this rank's entry of call ``number`` and reach CALLED, then read the entries of all ranks. None: wait
+        ``until_exchanged``, then call this again.
 
-        The others can then read contiguous ``data``, which are in the entry if they are inline, and read or write parts
-        of the ``result`` buffer (None: nothing). ``expected``: the signatures of the last such call. Returns whether
-        they may use memory of this rank outside the table.
+        The others can read contiguous ``data``, which are in the entry if they are inline, and read or write parts of
+        the ``result`` buffer (None: nothing). If any rank's data are not readable, no rank reads any. ``expected``: the
+        signatures of the last such call; the entries have this object if they are equal.
         """
-        inline = signature.inline
-        if not self.all_reached(number - SLOTS, RELEASED) or (inline > SMALL and not self.is_free(number, inline)):
+        slot, rank, inline, signatures = number % SLOTS, self.rank, signature.inline, expected
+        words, called, digests = self._phases[slot], number * _STEPS + CALLED, self._digests[slot]
+        entries = expected.inline.get(slot) or self._inline(slot, expected)
+        if words[rank] < called:
+            free = inline <= SMALL and self._all_reached(words, (number - SLOTS) * _STEPS + RELEASED)
+            if not (free or self.is_free(number, inline)):
+                return None
+            if inline and data is not None:
+                own_view = entries.blocks[rank]
+                own_view[...] = data if data.ndim == own_view.ndim else data.reshape(own_view.shape)  # it is flat
+            else:
+                self._write_address(self._data_at[slot], data if data is not None and data.size else None)
+            if result is not None or self._results_at[slot][0][rank] != UNREADABLE:
+                self._write_address(self._results_at[slot], result)
+            if digests[rank] != signature.digest:  # else an earlier call has written it to this slot
+                self._signatures[slot][rank][: len(signature.packed)] = signature.packed
+                digests[rank] = signature.digest
+            self._set(words, called)
+        if not self._all_reached(words, called):
             return None
-        slot, address = number % SLOTS, None
-        if inline and data is not None:
-            own_view = (expected.inline.get(slot) or self._inline(slot, expected)).blocks[self.rank]
-            own_view[...] = data if data.ndim == own_view.ndim else data.reshape(own_view.shape)  # it is flat
-        else:
-            address = self.address(data) if data is not None and data.size else None
-            self._write_address(self._data_at[slot], address)
-        self._write_address(self._results_at[slot], self.address(result) if result is not None else None)
-        digests = self._digests[slot]
-        if digests[self.rank] != signature.digest:  # else an earlier call has written it to this slot
-            self._signatures[slot][self.rank][: len(signature.packed)] = signature.packed
-            digests[self.rank] = signature.digest
-        self.set_phase(number, CALLED)
-        return address is not None or result is not None
-
-    def _write_address(self, words: Sequence[memoryview], address: Address | None) -> None:
-        if address is not None:
-            words[0][self.rank], words[1][self.rank] = address
-        elif words[0][self.rank] != UNREADABLE:  # a write takes the cache line from the other ranks
-            words[0][self.rank] = UNREADABLE
-
-    def read(self, number: int, expected: Signatures, own_data: np.ndarray | None, exposed: bool) -> Entries | None:
-        """The entries of all ranks, None until all have reached CALLED: their signatures, ``expected`` itself if equal,
-        and their data in place. If any rank's data are not readable, no rank reads any.
-
-        ``own_data``: this rank's data, which need no address; ``exposed``: see ``enter``.
-        """
-        if not self.all_reached(number, CALLED):
-            return None
-        slot, signatures = number % SLOTS, expected
-        if (digests := self._digests[slot].tolist()) != expected.digests:
+        if digests.tolist() != expected.digests:
             packed = dict(zip(digests, self._signatures[slot], strict=True))  # those that differ
             by_digest = {digest: Signature.unpack(each.tobytes()) for digest, each in packed.items()}
             signatures = Signatures([by_digest[digest] for digest in digests])
-        inline = signatures.inline.get(slot) or self._inline(slot, signatures)
+            entries = self._inline(slot, signatures)
+        exposed = result is not None or (not inline and self._data_at[slot][0][rank] != UNREADABLE)
         if signatures.inline_all and not exposed:  # the same record serves all such calls
-            return inline
-        blocks = list(inline.blocks)
-        for rank, signature in enumerate(signatures.by_rank):
-            if not signature.inline and signature.shape is not None:
-                mine = rank == self.rank and exposed and own_data is not None
-                blocks[rank] = own_data if mine else self._data_block(slot, rank, signature)
+            return entries
+        blocks = list(entries.blocks)
+        for each, their_signature in enumerate(signatures.by_rank):
+            if not their_signature.inline and their_signature.shape is not None:
+                mine = each == rank and exposed and data is not None  # it needs no address
+                blocks[each] = data if mine else self._data_block(slot, each, their_signature)
         return Entries(signatures, blocks, exposed)
+
+    def _write_address(self, words: Sequence[memoryview], x: np.ndarray | None) -> None:
+        if x is not None and (address := self.address(x)) is not None:
+            words[0][self.rank], words[1][self.rank] = address
+        elif words[0][self.rank] != UNREADABLE:  # a write takes the cache line from the other ranks
+            words[0][self.rank] = UNREADABLE
 
     def _inline(self, slot: int, signatures: Signatures) -> Entries:
         """The inline data of all ranks in a slot (None: not inline): views, which these signatures keep."""
@@ -230,7 +232,7 @@ class SlotTable:
 
     def offer_result(self, number: int, result: np.ndarray) -> None:
         """Let the others read ``result``, from this rank's next phase on."""
-        self._write_address(self._results_at[number % SLOTS], self.address(result))
+        self._write_address(self._results_at[number % SLOTS], result)
 
     def results(self, number: int, shape: Sequence[int], dtype: np.dtype) -> list[Any]:
         """The result buffers of all ranks, of this shape (Block; None: unreadable)."""
