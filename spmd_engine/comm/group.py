@@ -170,7 +170,7 @@ class Group:
                     table.set_phase(number, RELEASED)
                 call.record(self.ledger, result, perf_counter() - began)
                 return result
-        return self._start(call, x, out, number=number, spin_tests=spin_tests).wait()  # it enters the same again
+        return self._start(call, x, out, number=number, spin_tests=spin_tests).wait()  # with this entry
 
     def _end(self, number: int) -> None:
         """Release the slot of call ``number`` and its place in the call order."""
