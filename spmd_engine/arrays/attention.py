@@ -333,11 +333,15 @@ def attend_to_keys(
     return y, log_sums
 
 
-def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Array:
-    """The y of ``attend_to_keys`` for one query[b 1 h k] per sequence that sees all its keys, with the fewest calls."""
-    few = type(q) is CPU.xp.ndarray and cap is None and 0 < q.size * k.shape[1] <= FEW_KEYS
-    if few and k.flags.c_contiguous and v.flags.c_contiguous and (kernels := kernels_for(q)) is not None:
-        return kernels.attend_to_all(q, k, v)
+def attend_to_all(q: Array, k: Array, v: Array, columns: slice, cap: float | None = None) -> Array:
+    """The y of ``attend_to_keys`` for one query[b 1 h k] per sequence that sees all its keys, with the fewest calls.
+
+    The keys and values are these ``columns`` t of k[b t h k] and v[b t h k].
+    """
+    few = type(q) is CPU.xp.ndarray and cap is None and 0 < q.size * (columns.stop - columns.start) <= FEW_KEYS
+    if few and CPU.kernels is not None and CPU.kernels.takes(q.dtype):
+        return CPU.kernels.attend_to_all(q, k, v, columns)
+    k, v = k[:, columns], v[:, columns]
     xp, dtype, wide, width = backend_of(q).xp, q.dtype, widened(q), q.shape[-1]
     is_narrow = wide is not q
     rounds = is_narrow and _rounds_probabilities(q)

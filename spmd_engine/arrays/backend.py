@@ -40,6 +40,7 @@ class Backend:
     xp: ModuleType = np
     kernels: Any = None  # functions that replace those marked ``@fused``; ``takes`` selects the arrays
     image_kernels: Any = None  # the same for ``@fused_of_images``
+    no_kernels: Any = None  # for ``@computed_wide``
 
     def enter(self) -> None:
         """Make this thread work on the backend's device and stream, which CUDA has for each thread."""

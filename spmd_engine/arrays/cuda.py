@@ -261,8 +261,8 @@ class CudaFunctions:
         #: None, by the variable, for a comparison with products of the library
         self.flash_attention = None if os.environ.get("SPMD_FLASH_ATTENTION") == "0" else FlashAttention(xp)
 
-    def takes(self, x, name=""):
-        return x.dtype.char in "fd" or (name in _OF_HALVES and x.dtype.itemsize == 2)
+    def takes(self, dtype, name=""):
+        return dtype.char in "fd" or (name in _OF_HALVES and dtype.itemsize == 2)
 
     def _sum_of(self, x):
         """The dtype of sums of ``x``, of which those of 16-bit floats are float32 here."""

@@ -139,8 +139,8 @@ class CudaImages:
         kernels |= {name: self._xp.ReductionKernel(**text._asdict(), name=name) for name, text in REDUCTIONS.items()}
         self._launch = SimpleNamespace(**kernels)
 
-    def takes(self, x, name=""):
-        return x.dtype.char in "fd"
+    def takes(self, dtype, name=""):
+        return dtype.char in "fd"
 
     # Convolutions
 

@@ -17,18 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
-from operator import attrgetter, itemgetter, methodcaller
+from operator import itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, rounded
-from spmd_engine.arrays.products import matmul
+from spmd_engine.arrays.products import Kind, kind_of, matmul
 from spmd_engine.errors import NotationError, described
 
 Shape = tuple[int, ...]
 View = tuple[Callable[[Array], Array], ...]  #: how an array is summed, transposed and reshaped: the steps
-
-_shape_of = attrgetter("shape")
 
 
 def einsum(
@@ -42,35 +40,36 @@ def einsum(
     two sizes, an operand too many or too few dimensions, or ``out`` another shape than the result.
     """
     try:
-        plan = _plan(pattern, *map(_shape_of, operands))
+        if len(operands) == 2:
+            a, b = operands
+            plan = _plan(pattern, a.shape, a.dtype, b.shape, b.dtype)
+        else:
+            plan = _plan(pattern, *[fact for x in operands for fact in (x.shape, x.dtype)])
+            (a,), b = operands, None
     except (AttributeError, TypeError):
         _check_arguments(pattern, operands)
         raise
+    shape, usual_dtype, left, right, swap, product, after, is_in_order, kind = plan
     if out is not None:
-        if out.shape != plan.shape:
-            raise NotationError(f'einsum "{pattern}": the result has shape {plan.shape}, out has {out.shape}')
-        if dtype is None:
-            dtype = out.dtype
-    x = a = operands[0]
-    for step in plan.left:
+        if out.shape != shape:
+            raise NotationError(f'einsum "{pattern}": the result has shape {shape}, out has {out.shape}')
+        usual_dtype = out.dtype
+    if dtype is None:
+        dtype = usual_dtype
+    for step in left:
         a = step(a)
-    if not plan.product:
-        if dtype is None:
-            dtype = x.dtype
+    if b is None:
         result = a if a.dtype == dtype else rounded(a, dtype)
     else:
-        y = b = operands[1]
-        for step in plan.right:
+        for step in right:
             b = step(b)
-        if plan.swap:
+        if swap:
             a, b = b, a
-        if out is not None and not accumulate and plan.is_in_order and out.flags.c_contiguous:
-            matmul(a, b, out=out.reshape(plan.product) if plan.after else out)
+        if out is not None and not accumulate and is_in_order and out.flags.c_contiguous:
+            matmul(a, b, out.reshape(product) if after else out, kind=kind)
             return out
-        if dtype is None and x.dtype in HALF_DTYPES and x.dtype == y.dtype:
-            dtype = x.dtype  # also if a letter of one of them was summed, wider
-        result = matmul(a, b, dtype=dtype)
-        for step in plan.after:
+        result = matmul(a, b, None, dtype, kind)
+        for step in after:
             result = step(result)
     if out is None:
         return result
@@ -95,12 +94,14 @@ class _Plan(NamedTuple):
     """The result is the view of one operand, or the product of the views of two."""
 
     shape: Shape  # the result's
+    dtype: Any  # the result's, unless another is wanted; None: that of a sum of the operands
     left: View  # of the first operand
     right: View = ()  # of the second
     swap: bool = False  # compute (b x a) instead of (a x b): then the result needs no transposition
     product: Shape = ()  # (batch..., left, right); of one operand empty
     after: View = ()  # of the product
     is_in_order: bool = True  # whether the product lies in memory as the result does
+    kind: Kind | None = None  # of the product; None: an operand's dtype is known only when it has been summed
 
 
 def _view(term: str, kinds: Sequence[str], sizes: Mapping[str, int]) -> View:
@@ -144,7 +145,9 @@ def _sum(axes: Shape, x: Array) -> Array:
 
 
 @lru_cache(maxsize=4096)  # a growing sequence has new shapes in each step
-def _plan(pattern: str, *shapes: Shape) -> _Plan:
+def _plan(pattern: str, *operands: Any) -> _Plan:
+    """The plan for operands given by the shape and the dtype of each in turn."""
+    shapes, dtypes = operands[::2], operands[1::2]
     inputs, arrow, output = pattern.replace(" ", "").partition("->")
     terms = tuple(inputs.split(","))
     if not arrow or len(terms) not in (1, 2):
@@ -157,7 +160,7 @@ def _plan(pattern: str, *shapes: Shape) -> _Plan:
     sizes = _sizes(pattern, terms, shapes)
     shape = tuple(sizes[c] for c in output)
     if len(terms) == 1:
-        return _Plan(shape, _view(terms[0], output, sizes))
+        return _Plan(shape, dtypes[0], _view(terms[0], output, sizes))
     a, b = terms
     batch = "".join(c for c in output if c in a and c in b)
     left = "".join(c for c in output if c in a and c not in b)
@@ -166,20 +169,28 @@ def _plan(pattern: str, *shapes: Shape) -> _Plan:
     larger = max(terms, key=lambda term: prod(sizes[c] for c in term if c in output or (c in a and c in b)))
     contracted = "".join(c for c in larger if c in a and c in b and c not in output)
     swap = output == batch + right + left
+    # A single row needs no view: its letters stay.
+    rows = tuple(left) if left and not batch and prod(sizes[c] for c in left) == 1 and not swap else (left,)
+    of_a, of_b = (*batch, *rows, contracted), (*batch, contracted, right)
     if swap:
-        views = _view(a, (*batch, contracted, left), sizes), _view(b, (*batch, right, contracted), sizes)
-        left, right = right, left
-    else:
-        views = _view(a, (*batch, left, contracted), sizes), _view(b, (*batch, contracted, right), sizes)
-    order = batch + left + right
-    product = tuple(prod(sizes[c] for c in kind) for kind in (*batch, left, right))
+        of_a, of_b = (*batch, contracted, left), (*batch, right, contracted)
+        rows, right = (right,), left
+    views = _view(a, of_a, sizes), _view(b, of_b, sizes)
+    order = "".join((*batch, *rows, right))
+    product = tuple(prod(sizes[c] for c in kind) for kind in (*batch, *rows, right))
     after = _view(order, tuple(output), sizes)
     if (letters := tuple(sizes[c] for c in order)) != product:
         after = _reshaping(product, letters), *after
-    return _Plan(shape, *views, swap, product, after, order == output)
+    kind = None
+    if {*a, *b} == {*order, *contracted}:  # no letter of one operand alone is summed
+        one, other = (tuple(prod(sizes[c] for c in letters) for letters in view) for view in (of_a, of_b))
+        kind = kind_of(*(other, dtypes[1], one, dtypes[0]) if swap else (one, dtypes[0], other, dtypes[1]))
+    # An operand of which a letter was summed is wider than a 16-bit float; the result is not.
+    dtype = dtypes[0] if dtypes[0] == dtypes[1] and dtypes[0] in HALF_DTYPES else None
+    return _Plan(shape, dtype, *views, swap, product, after, order == output, kind)
 
 
-def _sizes(pattern: str, inputs: tuple[str, ...], shapes: tuple[Shape, ...]) -> dict[str, int]:
+def _sizes(pattern: str, inputs: tuple[str, ...], shapes: Sequence[Shape]) -> dict[str, int]:
     if len(shapes) != len(inputs):
         raise NotationError(f'einsum "{pattern}": {len(inputs)} operands expected, got {len(shapes)}')
     sizes: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """``@fused``: a function that NumPy computes in pieces, unless a backend has a kernel for it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from functools import lru_cache, partial, wraps
 from inspect import signature
 from math import prod
 from typing import Any
@@ -11,17 +11,25 @@ from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
 from spmd_engine.arrays.precision import HALF_DTYPES, accumulated_in, rounded, widened
 
+_HOST_ARRAY = CPU.xp.ndarray
+
 
 def kernels_for(x: Array, kind: str = "kernels", name: str = "") -> Any:
     """The kernels of the backend of ``x``, if there are any and they take ``x``; else None.
 
     They take 16-bit floats for the functions, by ``name``, that widen and round them in one pass with the computation.
     """
-    kernels = getattr(CPU if type(x) is CPU.xp.ndarray else backend_of(x), kind)
-    if kernels is None or not kernels.takes(x, name):
+    kernels = getattr(CPU if type(x) is _HOST_ARRAY else backend_of(x), kind)
+    if kernels is None or not kernels.takes(x.dtype, name):
         return None
     emulated = x.dtype in HALF_DTYPES and accumulated_in(x.dtype).itemsize > 4
     return None if emulated else kernels
+
+
+@lru_cache(maxsize=256)
+def _kernel(kernels: Any, name: str, dtype: Any) -> Callable | None:
+    """The kernel of this name for arrays of a dtype, if it takes them; None for 16-bit floats."""
+    return getattr(kernels, name) if kernels is not None and kernels.takes(dtype) else None
 
 
 def fastest(function: Callable, x: Array) -> Callable:
@@ -51,7 +59,7 @@ def fused_sums(function: Callable) -> Callable:
 
 def computed_wide(function: Callable) -> Callable:
     """``fused`` for functions without kernels, whose 16-bit floats are to be computed in the dtype of their sums."""
-    run = _fused(function, "")
+    run = _fused(function, "no_kernels")
     del run.__wrapped__  # only functions with kernels have this attribute
     return run
 
@@ -66,24 +74,27 @@ def _fused(function: Callable, kind: str, sums: bool = False) -> Callable:
     names = list(signature(function).parameters)
     by_row = [argument in BY_ROW for argument in names] if kind != "image_kernels" and "rotation" not in names else None
 
-    def compute(x: Array, *others, **options):
-        if kind and (kernels := kernels_for(x, kind)) is not None:
-            result = getattr(kernels, name)(x, *others, **options)
-            if result is not NotImplemented:
-                return result
-        return function(x, *others, **options)
-
     @wraps(function)
     def run(x: Array, *others, **options):
+        kernel = _kernel(getattr(CPU if type(x) is _HOST_ARRAY else backend_of(x), kind), name, x.dtype)
+        if kernel is not None and (result := kernel(x, *others, **options)) is not NotImplemented:
+            return result
         if x.dtype not in HALF_DTYPES:
-            return compute(x, *others, **options)
-        if kind and (kernels := kernels_for(x, kind, name)) is not None:
+            return function(x, *others, **options)
+        if (kernels := kernels_for(x, kind, name)) is not None:
             pairs = zip((x, *others), names, strict=False)
             if all(y.dtype == x.dtype for y, argument in pairs if argument in BY_ROW - {"inverse"}):
                 return getattr(kernels, name)(x, *others, **options)
-        return _of_halves(compute, by_row, sums, [x, *others], options)
+        return _of_halves(partial(_computed, function, kind), by_row, sums, [x, *others], options)
 
     return run
+
+
+def _computed(function: Callable, kind: str, x: Array, *others, **options):
+    """``function`` of arrays without 16-bit floats: by the kernel of its name, if there is one."""
+    kernel = _kernel(getattr(backend_of(x), kind), function.__name__, x.dtype)
+    result = NotImplemented if kernel is None else kernel(x, *others, **options)
+    return function(x, *others, **options) if result is NotImplemented else result
 
 
 # --- 16-bit floats: a few rows at a time are widened, computed and rounded, while they are in cache

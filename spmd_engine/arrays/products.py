@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -21,6 +22,7 @@ from spmd_engine.arrays.product_libraries.library import ProductLibrary
 from spmd_engine.arrays.windows import Window
 
 BFLOAT16, FLOAT32 = np.dtype(bfloat16), np.dtype(np.float32)
+_HOST_ARRAY = np.ndarray
 
 NUMPY = "numpy"  #: the name of NumPy's BLAS among libraries
 
@@ -35,22 +37,21 @@ SIZES = {"tiny": (48, 48, 48), "row": (1, 384, 1536), "few": (8, 384, 1536), "sm
 DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}  #: operands that other libraries than NumPy multiply
 
 
-_Class = tuple[np.dtype, str]
-_chosen: dict[_Class, ProductLibrary] = {}
+_chosen: dict[str, ProductLibrary] = {}  # by dtype and size class: see ``Kind.of``
 unfit: Counter[str] = Counter()  #: products that NumPy computed since the chosen library does not take their operands
 
 
 def use(libraries: Mapping[tuple[str, str], ProductLibrary]) -> None:
     """Let these libraries compute products, by dtype and size class (``DTYPES``, ``SIZES``), and NumPy all others."""
     _chosen.clear()
-    _chosen.update({(DTYPES[dtype], size): library for (dtype, size), library in libraries.items()})
+    _chosen.update({f"{dtype} {size}": library for (dtype, size), library in libraries.items()})
 
 
 def in_use() -> dict[str, dict[str, str]]:
     """The names of the libraries in use, by dtype and size class."""
     return {
-        name: {size: library.name if (library := _chosen.get((dtype, size))) else NUMPY for size in SIZES}
-        for name, dtype in DTYPES.items()
+        name: {size: library.name if (library := _chosen.get(f"{name} {size}")) else NUMPY for size in SIZES}
+        for name in DTYPES
     }
 
 
@@ -58,23 +59,43 @@ def in_use() -> dict[str, dict[str, str]]:
 os.register_at_fork(after_in_child=_chosen.clear)
 
 
-def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None) -> Array:
+class Kind(NamedTuple):
+    """What follows from the shapes and dtypes of a product's operands alone."""
+
+    of: str  #: the dtype and the size class, by which ``use`` chooses; empty: NumPy computes it
+    is_plain: bool  #: whether NumPy multiplies the operands as they are, at once
+
+
+@lru_cache(maxsize=4096)
+def kind_of(shape: tuple[int, ...], dtype: Any, other: tuple[int, ...], other_dtype: Any) -> Kind:
+    """The kind of the product of operands with these shapes and dtypes."""
+    if dtype != other_dtype or min(len(shape), len(other)) < 2:
+        return Kind("", dtype == other_dtype and dtype not in HALF_DTYPES)
+    (m, k), n = shape[-2:], other[-1]
+    in_parts = len(shape) == len(other) == 2 and 1 < min(m, n) <= FEW and max(m, n) * k * dtype.itemsize >= LEAST_BYTES
+    of = f"{dtype} {size_class(m, k, n)}" if dtype in DTYPES.values() else ""
+    return Kind(of, dtype not in HALF_DTYPES and not in_parts)
+
+
+def matmul(a: Array, b: Array, out: Array | None = None, dtype: Any = None, kind: Kind | None = None) -> Array:
     """``numpy.matmul``: y[... m n] = a[... m k] · b[... k n], of the arrays of any backend.
 
     ``dtype`` is that of the result, by default that of ``out``, or else of a sum of both operands. bfloat16 operands
-    may have a float32 result.
+    may have a float32 result. ``kind`` is that of the operands, if the caller knows it.
     """
-    if type(a) is not np.ndarray or type(b) is not np.ndarray:
+    if type(a) is not _HOST_ARRAY or type(b) is not _HOST_ARRAY:
         return _of_backend(a, b, out, dtype)
-    if _chosen and a.dtype == b.dtype and a.ndim > 1 and b.ndim > 1 and accumulated_in(a.dtype) == FLOAT32:
-        library = _chosen.get((a.dtype, size_class(a.shape[-2], a.shape[-1], b.shape[-1])))
+    of, is_plain = kind or kind_of(a.shape, a.dtype, b.shape, b.dtype)
+    if _chosen and (library := _chosen.get(of)) is not None and accumulated_in(a.dtype) == FLOAT32:
         return product_by(library, a, b, out, dtype)
+    if is_plain and (dtype is None or dtype == a.dtype):
+        return np.matmul(a, b) if out is None else np.matmul(a, b, out=out)
     return _of_numpy(a, b, out, dtype)
 
 
 def convolve(kind: str, x: np.ndarray, w: np.ndarray, y: np.ndarray, rows: Window, columns: Window) -> bool:
     """As ProductLibrary.convolve, by the library for large products of bfloat16; False without one."""
-    library = _chosen.get((BFLOAT16, "large"))
+    library = _chosen.get("bfloat16 large")
     if library is None:
         return False
     x, w, y = np.ascontiguousarray(x), np.ascontiguousarray(w), np.ascontiguousarray(y)
@@ -85,6 +106,8 @@ def product_by(
     library: ProductLibrary | None, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None, dtype: Any = None
 ) -> np.ndarray:
     """The product by this library, or by NumPy: with None, and if the library does not take the operands."""
+    if a.ndim > b.ndim == 2 and out is None:  # libraries take as many dims of one operand as of the other
+        return product_by(library, a.reshape(-1, a.shape[-1]), b, None, dtype).reshape(*a.shape[:-1], b.shape[-1])
     if library is not None and (y := _by(library, a, b, out, dtype)) is not None:
         return y
     return _of_numpy(a, b, out, dtype)

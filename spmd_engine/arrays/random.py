@@ -111,7 +111,7 @@ def _fill(shape, dtype, block, backend, draw, kernel, keys):
     columns = xp.arange(ranges[-1].start, ranges[-1].stop, dtype=number) if shape else xp.zeros(1, number)
     flat = out.reshape(rows.size, columns.size)
     rows = xp.asarray(rows)
-    if backend.on_device and backend.kernels is not None and backend.kernels.takes(out):
+    if backend.on_device and backend.kernels is not None and backend.kernels.takes(out.dtype):
         getattr(backend.kernels, kernel)(rows.astype(xp.uint64), columns.astype(xp.uint64), keys, flat)
         return out
     height = max(1, _CHUNK // columns.size)

@@ -111,15 +111,14 @@ def decode_inputs(
             f"{engine.model.name}: {longest} positions with those of the cache, but the context is "
             f"{engine.model.context}"
         )
-    columns = _columns(engine, length, int(begins.max(initial=0)))
-    valid = columns < lengths[:, None]
-    positions = begins[:, None] + np.minimum(columns, lengths[:, None] - 1)
-    cache.begin(engine.backend.asarray(np.where(valid, positions, HIDDEN)), lengths.tolist())
+    columns, last_column = _columns(engine, length, int(begins.max(initial=0))), lengths[:, None] - 1
+    positions = begins[:, None] + np.minimum(columns, last_column)
+    cache.begin(engine.backend.asarray(np.where(columns <= last_column, positions, HIDDEN)), lengths.tolist())
     residual = engine.layout.axes("s", "residual")[len(engine.layout.axes("s")) :]
     part = nested_span(len(columns), residual, engine.mesh.axes, engine.mesh.coordinates)
     wanted, rows = None, np.arange(len(tokens))
     if last:
-        rows, last_columns = (columns == lengths[:, None] - 1).nonzero()
+        rows, last_columns = (columns == last_column).nonzero()
         wanted = engine.backend.asarray(rows), engine.backend.asarray(last_columns)
     ctx = ForwardContext(
         engine.backend.asarray(positions),
@@ -135,6 +134,8 @@ def decode_inputs(
 def _columns(engine: LayeredEngine, length: int, begin: int) -> np.ndarray:
     """This rank's columns of ``length`` new ones at position ``begin``."""
     ranks = engine.mesh.axis_size(engine.layout.axes("s"))
+    if ranks == 1:
+        return np.arange(length)
     if length >= ranks:
         return engine.layout.positions(length, engine.mesh)
     turn = (np.arange(length) + begin) % ranks

@@ -86,16 +86,16 @@ class Chunk:
         return x, saved
 
     def _forward(self, segment: LayerSegment, x: Array, ctx: ForwardContext, record: Saved) -> Array:
+        unshard, layers, shards, later = self._unsharder.unshard, self._layers, self._shards, self._later
         for number in segment.layers:
-            p = self._unsharder.unshard(number, prefetch=self._later[number])
-            x, saved, *extra = self._layers[number][1].forward(self._shards[number], p, x, ctx)
-            if self._half is not None:
-                x = self._between(number, x, ctx)
+            p = unshard(number, prefetch=later[number])
+            result = layers[number][1].forward(shards[number], p, x, ctx)
+            x = result[0] if self._half is None else self._between(number, result[0], ctx)
             if ctx.training:
                 if ctx.saving:
-                    record.of_layers.append(self._put(saved, p))
-                if extra:
-                    self._take(number, ctx, extra[0], record)
+                    record.of_layers.append(self._put(result[1], p))
+                if len(result) > 2:
+                    self._take(number, ctx, result[2], record)
         return x
 
     def _between(self, number: int, x: Array, ctx: ForwardContext) -> Array:

@@ -98,15 +98,16 @@ class Chain(Layer):
         return sum(layer.cost(length) for _, layer in self.layers)
 
     def forward(self, sh, p, x, ctx):
-        saved, extras = [], {}
+        saved, extras, decided = [], {}, ctx.decided
         for name, layer in self.layers:
-            earlier = replace(ctx, decided=ctx.decided[name]) if ctx.decided and name in ctx.decided else ctx
-            x, layer_saved, *extra = layer.forward(sh, p.get(name, {}) if name else p, x, earlier)
+            earlier = replace(ctx, decided=decided[name]) if decided and name in decided else ctx
+            result = layer.forward(sh, p.get(name, {}) if name else p, x, earlier)
+            x = result[0]
             if ctx.training:
-                saved.append(layer_saved)
-            if extra:
-                extras[name] = extra[0]
-        return x, saved, *([_joined_extra(extras)] if extras else [])
+                saved.append(result[1])
+            if len(result) > 2:
+                extras[name] = result[2]
+        return (x, saved, _joined_extra(extras)) if extras else (x, saved)
 
     def backward_input(self, sh, p, saved, dy, *side):
         steps = []
@@ -224,8 +225,9 @@ class Residual(Branch):
             self.layers += (("dropout", self.dropout),)
 
     def forward(self, sh, p, x, ctx):
-        y, *others = super().forward(sh, p, x, ctx)
-        return plus(x, y), *others
+        result = super().forward(sh, p, x, ctx)
+        y = plus(x, result[0])
+        return (y, result[1]) if len(result) == 2 else (y, *result[1:])
 
     def backward_input(self, sh, p, saved, dy, *side):
         dx, rest = super().backward_input(sh, p, saved, dy, *side)

@@ -168,15 +168,13 @@ def choose(
     raw, scores = scores, allowed_scores(scores, options, seen, vocabulary)
     if options.draws:
         scores = _noisy(scores, keys, vocabulary.start)
-    best = _best_two(scores, vocabulary)
-    by_rank = vocabulary.gather(best)  # [n ranks (score, token, second score)]
-    order = np.lexsort((by_rank[..., 1], -by_rank[..., 0]), axis=1)
-    rows = np.arange(len(scores))
-    first = order[:, 0]
-    value, token = by_rank[rows, first, 0], by_rank[rows, first, 1]
-    second = by_rank[rows, first, 2]
-    if by_rank.shape[1] > 1:
-        second = np.maximum(second, by_rank[rows, order[:, 1], 0])
+    best = _best_two(scores, vocabulary)  # [n (score, token, second score)]
+    if vocabulary.over is not None:
+        by_rank, rows = vocabulary.gather(best), np.arange(len(scores))
+        order = np.lexsort((by_rank[..., 1], -by_rank[..., 0]), axis=1)
+        best = by_rank[rows, order[:, 0]]
+        best[:, 2] = np.maximum(best[:, 2], by_rank[rows, order[:, 1], 0])
+    value, token, second = best.T
     tokens = token.astype(np.int64)
     likely = log_probs_of(raw, tokens, vocabulary) if log_probs else np.full(len(tokens), np.nan)
     return Chosen(tokens, value - second, likely)

@@ -35,6 +35,7 @@ class Shards:
     def __init__(self, mesh: Mesh, layout: Layout, label: str = "", *, takes_data: bool = True) -> None:
         self.mesh, self.layout, self.label, self.takes_data = mesh, layout, label, takes_data
         self.checked: set[tuple] = set()  #: keys of the layer's calls that were checked
+        self._is_alone = all(size == 1 for size in mesh.axes.values())  # then nothing is sharded
         # A layer asks for the same letters in every call.
         self._axes = cache(self._find_axes)
         self._groups = cache(self._find_group)
@@ -80,7 +81,7 @@ class Shards:
 
     def group_of(self, letter: str, where: str = "inside") -> Group | None:
         """The ranks along the axes of a letter, in the order of its parts; None where it is whole."""
-        return self._groups(letter, where)
+        return None if self._is_alone else self._groups(letter, where)
 
     def _find_group(self, letter: str, where: str) -> Group | None:
         axes = self.axes_in_order(letter, where)
@@ -107,6 +108,8 @@ class Shards:
 
         Moves bytes only where the stream shards ``letter`` over those axes: sequence parallelism.
         """
+        if self._is_alone:
+            return x
         for group, dim in self._gathers(dims, letter, across):
             x = group.all_gather(x, dim, label=self.label)
         return x
@@ -123,6 +126,8 @@ class Shards:
 
         Where the stream shards ``onto`` over those axes each rank keeps its part; else this is an all_reduce.
         """
+        if self._is_alone:
+            return x
         calls = self._scatters(dims, over, onto)
         for group, dim in calls:
             x = group.reduce_scatter(x, dim, label=self.label)

@@ -114,17 +114,29 @@ def test_what_is_no_number_stays_so(loops):
 
 
 def test_float64_is_left_to_numpy(loops):
-    assert loops.takes(normals(3, dtype=np.float32)) and not loops.takes(normals(3))
+    assert loops.takes(np.dtype(np.float32)) and not loops.takes(np.dtype(np.float64))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3, 8), (2, 1, 3, 2, 5), (1, 1, 2, 4, 16)])
 def test_one_query_attends_to_few_keys_alike(loops, monkeypatch, shape):
-    q, (k, v) = normals(*shape, dtype=np.float32), normals(2, shape[0], 21, shape[2], shape[-1], dtype=np.float32)
-    keys = np.zeros((shape[0], 21), np.int64)
-    expected, _ = attend_to_keys(*(x.astype(np.float64) for x in (q, k, v)), keys[:, :1], keys)
+    q, (k, v) = normals(*shape, dtype=np.float32), normals(2, shape[0], 25, shape[2], shape[-1], dtype=np.float32)
+    keys, seen = np.zeros((shape[0], 21), np.int64), slice(1, 22)  # beside columns that are not used
+    expected, _ = attend_to_keys(*(x.astype(np.float64) for x in (q, k[:, seen], v[:, seen])), keys[:, :1], keys)
     monkeypatch.setitem(CPU.__dict__, "kernels", loops)
-    for some in (k, np.concatenate([k, k], axis=1)[:, :21]):  # the latter is not contiguous if there are two sequences
-        np.testing.assert_allclose(attend_to_all(q, some, v), expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(attend_to_all(q, k, v, seen), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [np.transpose, np.flip, lambda x: x.repeat(2, axis=1)[:, ::2]])
+def test_arrays_that_a_loop_does_not_take_are_copied(loops, change):
+    """It refuses them, having looked at them itself."""
+    x, u = change(normals(6, 4, dtype=np.float32)), normals(*change(normals(6, 4)).shape)  # float64
+    scale = np.ones(x.shape[-1], np.float32)
+    for found, expected in [
+        (loops.gelu(x, False)[0], loops.gelu(x.copy(), False)[0]),
+        (loops.silu_gate(x, u)[0], loops.silu_gate(x.copy(), u.astype(np.float32))[0]),
+        (loops.rms_norm(x, scale, 1e-5)[0], loops.rms_norm(x.copy(), scale, 1e-5)[0]),
+    ]:
+        np.testing.assert_array_equal(found, expected)
 
 
 def train():

@@ -140,6 +140,8 @@ class _Loops:
 
 def _counted(*args: Any) -> None:
     arrays = [x for x in args if isinstance(x, ShapedArray)]
+    if not all(x.flags.c_contiguous for x in arrays):
+        raise TypeError("a loop wants contiguous arrays")  # as compiled loops do
     size = max((x.size for x in arrays), default=0)
     meter().elementwise(size, sum(x.nbytes for x in arrays[:-1]), arrays[-1].nbytes if arrays else 0)
 

@@ -63,13 +63,18 @@ class FastFunctions:
         """``empty`` makes results, of a shape and a dtype."""
         self._loops, self._empty = loops, empty
 
-    def takes(self, x: np.ndarray, name: str = "") -> bool:
+    def takes(self, dtype: np.dtype, name: str = "") -> bool:
         """Float32, the dtype of fast training, and bfloat16 for the functions that round their results; NumPy computes
         float64."""
-        return x.dtype == _FLOAT32 or (x.dtype == _BFLOAT16 and name in _OF_BFLOAT16)
+        return dtype == _FLOAT32 or (dtype == _BFLOAT16 and name in _OF_BFLOAT16)
 
-    def _loop(self, name: str, x: np.ndarray) -> Callable[..., None]:
-        return getattr(self._loops, name) if x.dtype == _FLOAT32 else loop_for(self._loops, name, x)
+    def _run(self, name: str, x: np.ndarray, *others: Any) -> None:
+        """Run a loop on ``x`` and other arrays. It refuses those that it cannot take: only then are they copied."""
+        loop = getattr(self._loops, name) if x.dtype is _FLOAT32 else loop_for(self._loops, name, x)
+        try:
+            loop(x, *others)
+        except TypeError:
+            loop(*(_taken(y, x.dtype) if hasattr(y, "dtype") else y for y in (x, *others)))
 
     def round_to_bfloat16(self, x, out=None):
         """``x`` as bfloat16, in contiguous ``out`` if given."""
@@ -91,9 +96,8 @@ class FastFunctions:
 
     def kept_where(self, x, flags):
         """x · flags, in the dtype of ``x``."""
-        x = contiguous(x)
         y = self._empty(x.shape, x.dtype)
-        self._loop("kept_where", x)(x, np.ascontiguousarray(np.broadcast_to(flags, x.shape)), y)
+        self._run("kept_where", x, np.ascontiguousarray(np.broadcast_to(flags, x.shape)), y)
         return y
 
     # Activations
@@ -105,66 +109,66 @@ class FastFunctions:
         return self._activation("gelu", z, z.dtype if want_slope else None)
 
     def _activation(self, name, z, slope_dtype):
-        z = contiguous(z)
         y = self._empty(z.shape, z.dtype)
         if slope_dtype is None:
-            self._loop(f"{name}_value", z)(z, y)
+            self._run(f"{name}_value", z, y)
             return y, None
         slope = self._empty(z.shape, slope_dtype)
-        self._loop(name, z)(z, y, slope)
+        self._run(name, z, y, slope)
         return y, slope
 
     def silu_gate(self, z, u, want_slopes=True):
-        z, u = contiguous(z), _spread(u, z.shape, z.dtype)
-        h = self._empty(z.shape, z.dtype)
+        shape, dtype = z.shape, z.dtype
+        u, h = u if u.shape == shape else _spread(u, shape, dtype), self._empty(shape, dtype)
         if not want_slopes:
-            self._loop("silu_gate_value", z)(z, u, h)
+            self._run("silu_gate_value", z, u, h)
             return h, None
-        slopes = self._empty(z.shape, z.dtype), self._empty(z.shape, z.dtype)
-        self._loop("silu_gate", z)(z, u, h, *slopes)
+        slopes = self._empty(shape, dtype), self._empty(shape, dtype)
+        self._run("silu_gate", z, u, h, *slopes)
         return h, slopes
 
     # Rotary positions
 
     def rotate(self, x, rotation, neighbours, *, back=False):
         cosine, sine = rotation
-        x, shape = contiguous(x), (*x.shape[:2], cosine.shape[-1])
-        cosine, sine, y = _spread(cosine, shape), _spread(-sine if back else sine, shape), self._empty(x.shape, x.dtype)
-        self._loop("rotate_neighbours" if neighbours else "rotate_halves", x)(x, cosine, sine, y)
+        if cosine.shape[:-1] != x.shape[:2]:
+            shape = (*x.shape[:2], cosine.shape[-1])
+            cosine, sine = _spread(cosine, shape), _spread(sine, shape)
+        y = self._empty(x.shape, x.dtype)
+        self._run("rotate_neighbours" if neighbours else "rotate_halves", x, cosine, -sine if back else sine, y)
         return y
 
     # Norms
 
-    def _norm(self, name, x, epsilon, *parameters):
-        x = contiguous(x)
-        results = self._empty(x.shape, x.dtype), self._empty(x.shape, x.dtype), self._empty(x.shape[:-1], _FLOAT32)
-        self._loop(name, x)(x, *[_spread(parameter, x.shape[-1:]) for parameter in parameters], epsilon, *results)
-        return results
-
     def _norm_backward(self, name, dy, normal, inverse, scale):
-        dy = contiguous(dy)
         dx, rows = self._empty(dy.shape, dy.dtype), _spread(inverse, dy.shape[:-1])
-        self._loop(name, dy)(dy, _spread(normal, dy.shape, dy.dtype), rows, _spread(scale, dy.shape[-1:]), dx)
+        self._run(name, dy, _spread(normal, dy.shape, dy.dtype), rows, _spread(scale, dy.shape[-1:]), dx)
         return dx
 
     def layer_norm(self, x, scale, shift, epsilon):
-        return self._norm("layer_norm", x, epsilon, scale, shift)
+        shape, dtype = x.shape, x.dtype
+        results = self._empty(shape, dtype), self._empty(shape, dtype), self._empty(shape[:-1], _FLOAT32)
+        self._run("layer_norm", x, _spread(scale, shape[-1:]), _spread(shift, shape[-1:]), epsilon, *results)
+        return results
 
     def layer_norm_backward(self, dy, normal, inverse, scale):
         return self._norm_backward("layer_norm_backward", dy, normal, inverse, scale)
 
     def layer_norm_backward_parameters(self, dy, normal):
-        sums = _sums_over_rows(self._loop("layer_norm_backward_parameters", dy), 2, dy, normal)
+        sums = _sums_over_rows(loop_for(self._loops, "layer_norm_backward_parameters", dy), 2, dy, normal)
         return sums[0], sums[1]
 
     def rms_norm(self, x, scale, epsilon):
-        return self._norm("rms_norm", x, epsilon, scale)
+        shape, dtype = x.shape, x.dtype
+        results = self._empty(shape, dtype), self._empty(shape, dtype), self._empty(shape[:-1], _FLOAT32)
+        self._run("rms_norm", x, _spread(scale, shape[-1:]), epsilon, *results)
+        return results
 
     def rms_norm_backward(self, dy, normal, inverse, scale):
         return self._norm_backward("rms_norm_backward", dy, normal, inverse, scale)
 
     def rms_norm_backward_scale(self, dy, normal):
-        return _sums_over_rows(self._loop("rms_norm_backward_scale", dy), 1, dy, normal)[0]
+        return _sums_over_rows(loop_for(self._loops, "rms_norm_backward_scale", dy), 1, dy, normal)[0]
 
     # Optimizers
 
@@ -199,29 +203,28 @@ class FastFunctions:
     def softmax_over_keys(self, scores, scale, dtype):
         p, shape = self._empty(scores.shape, dtype), (*scores.shape[:-2], scores.shape[-1])
         top, sums = self._empty(shape, scores.dtype), self._empty(shape, scores.dtype)
-        self._loop("softmax_over_keys", p)(scores, scale, p, top, sums)
+        loop_for(self._loops, "softmax_over_keys", p)(scores, scale, p, top, sums)
         return p, top, sums
 
     def products_of_rows(self, x, y):
-        x, y = contiguous(x), contiguous(y)
         sums = self._empty(x.shape[:-1], _FLOAT32)
-        self._loop("products_of_rows", x)(x, y, sums)
+        self._run("products_of_rows", x, y, sums)
         return sums
 
     def exponentiate_keys(self, scores, scale, shift, dtype):
         p = self._empty(scores.shape, dtype)
-        self._loop("exponentiate_columns", p)(scores, scale, _of_columns(shift, scores), p)
+        loop_for(self._loops, "exponentiate_columns", p)(scores, scale, _of_columns(shift, scores), p)
         return p
 
     def softmax_gradient(self, ds, p, projection, scale, dtype):
         y = self._empty(ds.shape, dtype)
-        self._loop("softmax_backward", y)(ds, p, _of_columns(projection, ds), scale, y)
+        loop_for(self._loops, "softmax_backward", y)(ds, p, _of_columns(projection, ds), scale, y)
         return y
 
-    def attend_to_all(self, q, k, v):
-        q = contiguous(q)
-        y, scores = self._empty(q.shape, q.dtype), self._empty(k.shape[1], q.dtype)
-        self._loops.attend_to_all(q, k, v, q.shape[-1] ** -0.5, scores, y)
+    def attend_to_all(self, q, k, v, columns):
+        first, end = columns.start, columns.stop
+        y, scores = self._empty(q.shape, q.dtype), self._empty(end - first, q.dtype)
+        self._run("attend_to_all", q, k, v, first, end, q.shape[-1] ** -0.5, scores, y)
         return y
 
     def scores_of_targets(self, scores, targets, top):
@@ -255,6 +258,11 @@ def contiguous(x: np.ndarray, dtype: Any = None) -> np.ndarray:
     if x.dtype != dtype:
         x = x.astype(dtype)
     return x if x.flags.c_contiguous else x.copy()
+
+
+def _taken(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """``x`` contiguous; as float32 unless it has this dtype, or truth values."""
+    return contiguous(x, x.dtype if x.dtype in (dtype, np.bool_) else _FLOAT32)
 
 
 def _spread(x: np.ndarray, shape: tuple[int, ...], dtype: Any = _FLOAT32) -> np.ndarray:

@@ -27,9 +27,9 @@ class FastImages:
         """``places`` is the module of this name, which is imported only if loops are available."""
         self._loops, self._places = loops, places
 
-    def takes(self, x: np.ndarray, name: str = "") -> bool:
+    def takes(self, dtype: np.dtype, name: str = "") -> bool:
         """Float32, and bfloat16 for functions of channels, as ``FastFunctions``."""
-        return x.dtype == np.float32 or (x.dtype == bfloat16 and name in _OF_BFLOAT16)
+        return dtype == np.float32 or (dtype == bfloat16 and name in _OF_BFLOAT16)
 
     # Convolution
 

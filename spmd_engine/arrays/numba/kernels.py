@@ -354,28 +354,29 @@ def softmax_backward(ds: Blocks, p: Blocks, projection: Rows, scale: Number, y: 
 
 
 @compiled_sums
-def attend_to_all(q: Rows, k: Images, v: Images, scale: Number, scores: Vector, y: Rows):
-    """y[b h s k] of queries q[b h s k] that see all keys k[b t h k]; scores[t] are those of one query at a time."""
-    batch, keys, heads, width = k.shape
+def attend_to_all(q: Rows, k: Images, v: Images, first: Integer, end: Integer, scale: Number, scores: Vector, y: Rows):
+    """y[b s h k] of queries q[b s h k] that see the keys k[b t h k] with t from ``first`` to before ``end``; scores are
+    those of one query at a time."""
+    batch, _, heads, width = k.shape
     queries = len(q) // (batch * heads)  # of each head
     for row in range(len(q)):
         b, h = row // (heads * queries), row // queries % heads
         top, total = f32(-np.inf), f32(0)
-        for t in range(keys):
+        for t in range(first, end):
             x = f32(0)
             for j in range(width):
                 x += q[row, j] * k[b, t, h, j]
             x *= scale
-            scores[t] = x
+            scores[t - first] = x
             top = x if x > top or x != x else top
         for j in range(width):
             y[row, j] = f32(0)
-        for t in range(keys):
-            scores[t] = exponential(scores[t] - top)
-            total += scores[t]
-        for t in range(keys):
+        for t in range(first, end):
+            scores[t - first] = exponential(scores[t - first] - top)
+            total += scores[t - first]
+        for t in range(first, end):
             for j in range(width):
-                y[row, j] += scores[t] * v[b, t, h, j]
+                y[row, j] += scores[t - first] * v[b, t, h, j]
         for j in range(width):
             y[row, j] /= total
 

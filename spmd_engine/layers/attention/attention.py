@@ -93,7 +93,11 @@ class Attention(Layer):
 
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across=self.across)
-        q, k, v = self._project(p, "query", x), self._project(p, "key", x), self._project(p, "value", x)
+        of = self._patterns
+        q, k, v = einsum(of["query"], x, p["query"]), einsum(of["key"], x, p["key"]), einsum(of["value"], x, p["value"])
+        if self.config.bias:
+            for name, projection in zip(PROJECTIONS, (q, k, v), strict=True):
+                add_to(projection, p[f"{name}_bias"])
         rotations = None if ctx.cache is None else ctx.cache.rotations
         q, k, qk_saved = self.qk_norm_rope.forward(sh, p, q, k, ctx.positions, rotations)
         if self.alibi is not None:
@@ -110,13 +114,6 @@ class Attention(Layer):
         if "output_bias" in self.parameters:
             add_to(y, p["output_bias"])
         return y, (x, mixed, qk_saved, attended)
-
-    def _project(self, p, name, x):
-        """q, k or v of x[b s d]."""
-        y = einsum(self._patterns[name], x, p[name])
-        if self.config.bias:
-            add_to(y, p[f"{name}_bias"])
-        return y
 
     def backward_input(self, sh, p, saved, dy):
         x, mixed, qk_saved, attended = saved

@@ -128,14 +128,14 @@ def cached_attention(
     columns = cache.columns(window)
     was_empty = k.shape[1] == columns.used and group is None
     keys, values = columns.append(sh.label, k, v)
+    if group is None and columns.consecutive and q.shape[1] == 1:  # the last columns are the window
+        end = columns.used
+        return attend_to_all(q, keys, values, slice(0 if window is None else max(0, end - window), end), cap)
+    keys, values = keys[:, : columns.used], values[:, : columns.used]
     if was_empty and q.shape[1] > 1:  # the cache was empty: hidden columns come after visible ones
         numbers = backend_of(q).xp.arange(q.shape[1])
         return causal_attention(q, keys, values, numbers, numbers, window=window, cap=cap)[0]
     if group is None:
-        if columns.consecutive and q.shape[1] == 1:  # the last columns are the window
-            if window is not None and window < columns.used:
-                keys, values = keys[:, -window:], values[:, -window:]
-            return attend_to_all(q, keys, values, cap)
         return attend_to_keys(q, keys, values, positions, columns.places, window, cap)[0]
     sizes = group.all_gather(backend_of(q).xp.asarray([q.shape[1]]), label=sh.label).tolist()
     dtype, q = q.dtype, group.all_gather(q, 1, sizes=sizes, label=sh.label)
@@ -153,6 +153,7 @@ def cached_attention(
 
 
 GROWTH = 1.5  #: factor of the allocated columns when more are needed
+LEAST = 16  #: columns that are allocated then
 WASTE = 2  #: columns per needed column above which unused ones are removed
 
 
@@ -195,17 +196,19 @@ class Columns:
         expected = xp.arange(self._first + before, self._first + self.used)
         self.consecutive = self.consecutive and bool((places == expected).all())
 
-    def append(self, layer: str, *arrays: Array) -> list[Array]:
-        """Append the new columns arrays[b s ...] of a layer; returns its arrays[b t ...]."""
-        used, first = self.used, self.used - arrays[0].shape[1]
-        if layer not in self._room:
-            self._room[layer] = [backend_of(x).xp.empty((len(x), used, *x.shape[2:]), x.dtype) for x in arrays]
-        elif (room := self._room[layer][0].shape[1]) < used:
-            columns = max(used, int(room * GROWTH))
-            self._room[layer] = [_enlarged(array, len(array), columns) for array in self._room[layer]]
-        for array, x in zip(self._room[layer], arrays, strict=True):
-            array[:, first:used] = x
-        return [array[:, :used] for array in self._room[layer]]
+    def append(self, layer: str, *arrays: Array) -> Sequence[Array]:
+        """Append the new columns arrays[b s ...] of a layer; returns its arrays[b t ...], of which the first ``used``
+        columns are used."""
+        used, room = self.used, self._room.get(layer)
+        if room is None:
+            room = self._room[layer] = [backend_of(x).xp.empty((len(x), used, *x.shape[2:]), x.dtype) for x in arrays]
+        elif room[0].shape[1] < used:
+            columns = max(used, int(room[0].shape[1] * GROWTH), LEAST)
+            room = self._room[layer] = [_enlarged(array, len(array), columns) for array in room]
+        new = slice(None), slice(used - arrays[0].shape[1], used)
+        for array, x in zip(room, arrays, strict=True):
+            array[new] = x
+        return room
 
     def add_empty(self, sequences: int) -> None:
         """Append empty sequences."""
