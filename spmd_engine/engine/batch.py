@@ -71,8 +71,6 @@ def make_batch(
     """
     if micro_batches < 1:
         raise UsageError(f"micro_batches is {micro_batches}: make it 1 or more; pass the step by its name, step=step")
-    if micro_batches > size:
-        raise UsageError(f"batch: {size} samples in {micro_batches} micro-batches: give at most as many parts")
     if step < 0:
         raise UsageError(f"batch: step is {step}; steps count from 0")
     parts = []

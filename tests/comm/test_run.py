@@ -32,7 +32,7 @@ def test_arguments():
 
 @pytest.mark.parametrize("ranks", [0, -1, "2"])
 def test_at_least_one_rank(ranks):
-    with pytest.raises(UsageError, match=f"ranks={ranks!r}; at least one rank"):
+    with pytest.raises(UsageError, match=f"ranks is {ranks!r}; (it must be from 1|give a whole number)"):
         run_threads(world, ranks)
 
 

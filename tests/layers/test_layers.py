@@ -13,7 +13,7 @@ import pytest
 import spmd_engine.layers
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.pending import wait_for
-from spmd_engine.errors import NotationError
+from spmd_engine.errors import NotationError, UsageError
 from spmd_engine.layers import Attention, AttentionConfig, Embedding, GradientSums, Layer, Rotary, RotaryOptions
 from spmd_engine.layers.declarations import Parameter
 from support.layer_harness import (
@@ -253,5 +253,5 @@ def test_attention_takes_fields_of_its_config_as_keywords_also_by_the_names_of_e
     earlier = {"norm_epsilon": 1e-3, "norm_together": True, "turned_first": True, "scale": 0.5, "cap": 3.0, "window": 4}
     assert Attention(12, 6, **norms, **scores, rotary=RotaryOptions()).config == config
     assert Attention(12, 6, **earlier, rotary=Rotary(2, RotaryOptions())).config == config
-    with pytest.raises(TypeError, match="windows"):
+    with pytest.raises(UsageError, match="windows"):
         Attention(12, 6, windows=3)

@@ -48,13 +48,14 @@ def run_threads(
     ranks: int,
     *,
     args: Sequence[Any] = (),
-    nodes: Sequence[str] | None = None,
+    nodes: str | Sequence[str] | None = None,
 ) -> list[Any]:
     """Run the SPMD function ``fn(*args)`` on ``ranks`` virtual ranks; returns their results in rank order.
 
     In ``fn``, ``world()``, ``Mesh(data=4)`` and every engine see ``ranks`` ranks. The first exception of a rank ends
     all ranks; ``run_threads`` raises it, with a note that names the rank. ``nodes`` names each rank's host, to test
-    placements; the default is one host. Raises UsageError unless ``nodes`` has one name for each rank.
+    placements (a text: a letter each); the default is one host. Raises UsageError unless ``nodes`` has one name for
+    each rank.
 
     >>> import numpy as np
     >>> from spmd_engine import Mesh

@@ -229,7 +229,7 @@ class _Simulation:
         self._queue: list[tuple[int, int, SimulatedCall]] = []
         self._live = len(steps)
 
-    def run(self, on_work: Callable[[], None]) -> Prediction:
+    def run(self, on_work: Callable[[], None] = lambda: None) -> Prediction:
         for rank in self.steps:
             self._advance(rank, self._program(rank))
         while self._events:
