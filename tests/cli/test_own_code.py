@@ -138,7 +138,7 @@ def test_every_command_takes_a_model_of_one_s_own(here, virtual, code):
     assert "own_code.py:text(width=12): 6,504 parameters" in here("inspect", *model, "--mesh", "model=2")[1]
     assert "embedding" in here("analyze", *model, "--mesh", "model=2")[1]
     assert "zero 3" in here("show", "memory", *model, "--mesh", "data=2")[1]
-    assert "data=2" in here("plan", *model, "--ranks", "2", "--seconds", "1")[1]
+    assert "data=2" in here("plan", *model, "--ranks", "2", "--axes", "data", "--micro-batches", "1")[1]
     assert "agrees to" in virtual(2, "verify", *model, "--mesh", "model=2", "--batch-size", "4").out
     code, out, error = here("train", *model, "--data", str(code), "--steps", "2", "--run", "runs/text", *QUIET)
     assert code == 0, error

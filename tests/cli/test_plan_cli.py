@@ -139,7 +139,7 @@ def test_precisions_that_cannot_be_planned(words, error, here):
 
 def test_the_command_of_a_plan_names_code_as_it_was_given(capsys, tmp_path):
     code = tmp_path / "planned_code.py"
-    code.write_text("from spmd_engine.models import deep_mlp as model\n")
+    code.write_text("from spmd_engine.models import mlp as model\n")
     command = ["plan", "--machine", "cpu", "--ranks", "1", "--model", f"{code}:model", "--batch-size", "4"]
     main([*command, "--seconds", "1", "--axes", "data", "--micro-batches", "1"])
     assert f"train --model {code}:model --mesh" in capsys.readouterr().out

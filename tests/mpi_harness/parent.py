@@ -91,7 +91,7 @@ class Crew:
             for batch in self.at_work:
                 self.known.update(batch.look())
             self.at_work = [batch for batch in self.at_work if batch.waiting]
-            time.sleep(0.03)
+            time.sleep(0.1)  # a process has the tests of a file, and the next file before the last of them
         return self.known.pop(item.nodeid)
 
     def next_batch(self):
