@@ -22,13 +22,13 @@ MIB = 1 << 20
 
 @pytest.fixture
 def proposals():
-    job = TrainConfig.of(model="gpt-nano", batch_size=12, data="").as_json()
+    job = TrainConfig.of(model="mlp", batch_size=12, data="").as_json()  # which is planned soon
     proposals = PlannerProposals(AdaptConfig(), job)
     yield proposals
     proposals.close()
 
 
-def outlook(computing, used=0.95, limit=120 * MIB):
+def outlook(computing, used=0.95, limit=3 * MIB):
     seen = Observation(20, 80, 1.0, computing, (0.1, 0.1), (1.0, 0.5), (used, used))
     shape = Shape(ParallelConfig(mesh={"data": 2}), (0, 1))
     return Outlook(seen, shape, [0.5 / seconds for seconds in computing], [limit, limit])
@@ -42,9 +42,9 @@ def test_an_answer_has_shapes_by_speed_that_relieve_memory(proposals):
         sleep(0.05)
     assert found and all(each.memory_pressure <= 0.9 for each in found)
     best = min(found, key=lambda each: each.factor * asked.step_seconds(each.shape))
-    assert best.shape.composition.zero and best.factor * asked.step_seconds(best.shape) < 0.9  # than 1 s
-    first, second = best.shape.composition.work_shares["data"]
-    assert 1.5 <= first / second <= 2.5
+    assert best.factor * asked.step_seconds(best.shape) < 0.9  # than 1 s
+    ((first, second),) = best.shape.composition.work_shares.values()
+    assert 1.2 <= first / second <= 2.5
     again = outlook((0.9, 0.9))  # of other speeds, the same shape takes other seconds
     assert best.factor * again.step_seconds(best.shape) > best.factor * asked.step_seconds(best.shape)
     assert list(proposals(asked)) == found and proposals._process is None  # what is answered is not asked again

@@ -193,7 +193,7 @@ OPERATIONS = {
 }
 
 
-@every_pair(name=OPERATIONS.keys(), ranks=numbers_of_ranks(2, 3), nodes=[1, 2])
+@every_pair(name=OPERATIONS.keys(), ranks=numbers_of_ranks(2, 3, mpi=(3,)), nodes=[1, 2])
 def test_what_one_rank_cannot_send_all_refuse(name, nodes, ranks):
     def program(call):
         group = Mesh(timeout=20).group()

@@ -25,7 +25,7 @@ def blocks(draw):
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(blocks())
 def test_a_block_is_the_slice_of_the_whole(draw, problem):
     shape, block = problem
@@ -61,7 +61,6 @@ def test_an_index_beyond_32_bits():
     assert not np.intersect1d(block, near).size
 
 
-@settings(max_examples=50)
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=20), st.integers(1, 9), st.data())
 def test_rows_of_a_mask_are_the_rows_of_any_other(rows, width, data):
     rows = np.array(rows)

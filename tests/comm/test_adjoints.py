@@ -8,6 +8,7 @@ from support.on_ranks import everywhere, numbers_of_ranks, on_ranks, values
 from support.pairwise import every_pair
 
 FLOAT = np.dtype(float)
+RANKS = numbers_of_ranks(1, 2, 3, 4, 8, mpi=(3,))
 LENGTHS = {"even": lambda r: 3, "uneven": lambda r: r + 1, "some-empty": lambda r: 4 * (r % 2)}
 each_length = pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 
@@ -32,7 +33,7 @@ class Space:
         np.testing.assert_allclose(self.product(ax, y), self.product(x, ay), rtol=1e-12, atol=1e-12)
 
 
-@every_pair(ranks=numbers_of_ranks(1, 2, 3, 4, 8), length=LENGTHS, axis=[0, 1, -1])
+@every_pair(ranks=RANKS, length=LENGTHS, axis=[0, 1, -1])
 def test_all_gather_and_reduce_scatter(length, axis, ranks):
     def program():
         s = Space()
@@ -57,7 +58,11 @@ def test_all_reduce_is_its_own(op, ranks):
 
 
 @every_pair(
-    **{"ranks": numbers_of_ranks(1, 2, 3, 4, 8), "length": LENGTHS, "axis, onto": [(0, 1), (1, 0), (2, 0), (-1, 1)]}
+    **{
+        "ranks": RANKS,
+        "length": LENGTHS,
+        "axis, onto": [(0, 1), (1, 0), (2, 0), (-1, 1)],
+    }
 )
 def test_all_to_all_and_all_to_all_with_the_axes_swapped(length, axis, onto, ranks):
     def program():

@@ -10,7 +10,7 @@ from support.on_ranks import DTYPES, INLINE, assert_same, everywhere, numbers_of
 from support.pairwise import every_pair
 
 
-@every_pair(dtype=DTYPES[1:], ranks=numbers_of_ranks(1, 2, 4), size={"inline": 5, "large": INLINE})
+@every_pair(dtype=DTYPES[1:], ranks=numbers_of_ranks(1, 2, 4, mpi=(3,)), size={"inline": 5, "large": INLINE})
 def test_all_reduce_into_out(dtype, size, ranks):
     def program():
         group = Mesh().group()

@@ -243,7 +243,7 @@ time.sleep(chance.random() * seconds)
 
 def test_questions_between_nodes_that_nobody_answers_do_not_spoil_the_end(mpi_run, tmp_path):
     (tmp_path / "program.py").write_text(SLEEPS)
-    ended = mpi_run(5, tmp_path / "program.py", timeout=LIMIT)
+    ended = mpi_run(3, tmp_path / "program.py", timeout=LIMIT)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

@@ -19,7 +19,7 @@ SOME_DTYPES = [DTYPES[1], *DTYPES[-2:]]
 
 def lengths_dtypes_and_ranks():
     """Each length with each dtype, and either on all numbers of ranks; the other triples are in ``soak``."""
-    numbers = numbers_of_ranks(1, 3, 8)
+    numbers = numbers_of_ranks(1, 3, 8, mpi=(3,))
     for (i, length), (j, dtype), (k, ranks) in product(*map(enumerate, (LENGTHS, SOME_DTYPES, numbers))):
         marks = [*ranks.marks, *([] if (i + k) % len(SOME_DTYPES) == j else [pytest.mark.soak])]
         yield pytest.param(length, dtype, *ranks.values, marks=marks, id=f"{length}-{dtype}-{ranks.id}")

@@ -45,7 +45,7 @@ CASES = {
 }
 
 
-@every_pair(name=CASES.keys(), ranks=numbers_of_ranks(2, 3), nodes=[1, 2])
+@every_pair(name=CASES.keys(), ranks=numbers_of_ranks(2, 3, mpi=(3,)), nodes=[1, 2])
 def test_all_refuse_what_one_rank_cannot_call(nodes, name, ranks):
     odd, usual, text = CASES[name]
 

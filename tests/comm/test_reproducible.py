@@ -79,7 +79,7 @@ def test_over_several_axes_the_order_is_the_axes_as_written(size, ranks):
     on_ranks(program, ranks)
 
 
-@every_pair(op=OPS.keys(), ranks=numbers_of_ranks(3, 8), size=SIZES)
+@every_pair(op=OPS.keys(), ranks=numbers_of_ranks(3, 8, mpi=(3,)), size=SIZES)
 def test_every_rank_gets_the_same_bits(op, size, ranks):
     def program():
         group = Mesh().group()
