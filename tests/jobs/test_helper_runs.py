@@ -84,6 +84,7 @@ def test_a_signal_to_a_helper_rank_ends_the_run_after_a_save(tmp_path, monkeypat
     assert find_checkpoint(tmp_path / "run").name == f"step-{stopped['step']:08d}"
 
 
+@pytest.mark.soak  # comm/test_failure_mpi.py kills a rank of a mesh
 @pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
 def test_a_killed_helper_rank_ends_the_job(tmp_path):
     options = ["--mesh", "data=2", "--assign", "layer_1:rank2", "--steps", "100000", "--run", "./run"]

@@ -17,6 +17,7 @@ from spmd_engine.observability.facts import OPERATIONS, TIMED, _gpu_sum, facts_o
 from spmd_engine.observability.findings import ERROR, GOOD, WARNING, diagnose, slowest
 from spmd_engine.runtime.mpi_job import find_mpiexec, is_open_mpi
 from support.fake_cupy import watch
+from support.pairwise import in_turn
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -303,7 +304,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("told", LAUNCHERS.values(), ids=LAUNCHERS)
+@in_turn(2, told=LAUNCHERS)
 def test_the_launcher_of_another_mpi_library(tmp_path, told):
     if "PMIX_NAMESPACE" in told and is_open_mpi((find_mpiexec() or ("",))[0]):
         pytest.skip("Open MPI's library asks PMIx, and ends the process itself")
