@@ -165,7 +165,7 @@ def test_resume_refuses_what_decides_what_is_computed(here, tmp_path, option, va
 
 
 def test_a_run_described_by_a_file_is_the_run(here, tmp_path):
-    few = ["--model", "mlp", "--steps", "2", "--batch-size", "4", "--learning-rate", "0.1", *QUIET]
+    few = ["--model", "mlp", "--steps", "2", "--batch-size", "4", "--learning-rate", "0.1", *QUIET, *TEXT]
     here("train", *few, "--run", "first")
     here("train", "--config", "runs/first/config.json", "--run", "second")
     first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
@@ -269,7 +269,7 @@ def test_infer_error_names_the_shape_of_an_engine(infer_here):
 
 def test_infer_error_names_the_shape_of_a_run(infer_here, tmp_path):
     run = ["--run", tmp_path / "runs" / "scores"]
-    main(["train", "--model", "mlp", *map(str, run), "--steps", "1", "--batch-size", "2", *QUIET])
+    main(["train", "--model", "mlp", *map(str, run), "--steps", "1", "--batch-size", "2", *QUIET, *TEXT])
     for shape in ((3, 65), (3, 28, 28)):
         code, _, err = infer_here(shape, *run)
         assert code == 2 and f"has shape {shape}, but inputs are [b d], the batch first: save an" in err

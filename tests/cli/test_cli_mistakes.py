@@ -15,13 +15,13 @@ from spmd_engine.engine.build import build_engine
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.planning.machine.files import read_machine, toml_of
 from spmd_engine.training import TrainConfig
-from support.command_line import QUIET
+from support.command_line import QUIET, TEXT
 
 LLAMA = Path(__file__).parents[1] / "golden" / "decoders" / "llama"
 
 
 def test_runs_that_cannot_answer_say_why(here, tmp_path):
-    few = ["--steps", "1", "--batch-size", "2", *QUIET]
+    few = ["--steps", "1", "--batch-size", "2", *QUIET, *TEXT]
     here("train", "--model", "mlp", "--run", "scores", *few)
     here("train", "--strategy", "data-parallel", "--run", "page", *few)
     np.save(tmp_path / "x.npy", np.zeros((2, 64)))
@@ -35,7 +35,7 @@ def test_runs_that_cannot_answer_say_why(here, tmp_path):
 
 
 def test_generate_takes_no_option_without_what_it_goes_with(here):
-    here("train", "--run", "text", "--steps", "0", "--batch-size", "2", *QUIET)
+    here("train", "--run", "text", "--steps", "0", "--batch-size", "2", *QUIET, *TEXT)
     greedy = "--greedy takes the likeliest token, and --temperature 0.7 samples: omit one"
     lacks = {"--log-probs": "goes with --json", "--system=Be brief": "goes with --chat"}
     for option, why in (lacks | {"--greedy --temperature=0.7": greedy}).items():

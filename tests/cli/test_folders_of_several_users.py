@@ -15,7 +15,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.files import RequestFile, check_owner
 from spmd_engine.observability.run_record import RunRecord
 from spmd_engine.training.loggers import CSVLogger
-from support.command_line import QUIET
+from support.command_line import QUIET, TEXT
 
 STRANGER = 4_000_000  # a user without a name here
 
@@ -194,7 +194,7 @@ def test_nothing_in_a_runs_folder_is_written_through_a_link(here, tmp_path):
         (tmp_path / name).write_text("theirs")
         (folder / name).symlink_to(tmp_path / name)
     loggers = ["--logger", "csv", "--logger", "prometheus"]
-    job = ["train", "--model", "mlp", "--run", "mine", "--steps", "2", "--batch-size", "2", *QUIET]
+    job = ["train", "--model", "mlp", "--run", "mine", "--steps", "2", "--batch-size", "2", *QUIET, *TEXT]
     assert here(*job, "--report", *loggers)[0] == 0
     (folder / "report.html").unlink()
     (folder / "report.html").symlink_to(tmp_path / "report.html")

@@ -41,7 +41,7 @@ def test_no_name_that_others_can_guess_is_written_to(tmp_path):
 
 
 def test_what_cannot_be_written_is_named_by_its_option(here, tmp_path):
-    here("train", "--model", "mlp", "--run", "mine", "--steps", "1", "--batch-size", "2", *QUIET)
+    here("train", "--model", "mlp", "--run", "mine", "--steps", "1", "--batch-size", "2", *QUIET, *TEXT)
     np.save(tmp_path / "x.npy", np.zeros((1, 784)))
     infer = ["infer", "--run", "mine", "--input", "x.npy", "--output"]
     assert here(*infer, "/dev/full")[2].startswith("spmd_engine: --output /dev/full: cannot be written (")
@@ -101,7 +101,7 @@ def test_names_that_are_no_utf_8_are_written_as_they_are(here, tmp_path):
 
 
 def test_a_text_too_short_to_be_scored_is_named(here, tmp_path):
-    here("train", "--run", "mine", "--steps", "0", "--batch-size", "2", *QUIET)
+    here("train", "--run", "mine", "--steps", "0", "--batch-size", "2", *QUIET, *TEXT)
     (tmp_path / "empty.txt").write_bytes(b"")
     code, _, errors = here("eval", "--run", "mine", "--file", "empty.txt")
     assert code == 2 and "'empty.txt' has 0 token(s)" in errors
@@ -166,7 +166,7 @@ def test_numbers_are_whole_however_narrow_the_terminal(here, monkeypatch):
 
 
 def test_checkpoint_inspect_prints_sizes_as_text_and_as_json(here, tmp_path):
-    here("train", "--model", "mlp", "--run", "mine", "--steps", "1", "--batch-size", "2", *QUIET)
+    here("train", "--model", "mlp", "--run", "mine", "--steps", "1", "--batch-size", "2", *QUIET, *TEXT)
     told = here("checkpoint", "inspect", "mine", "--no-arrays")[1]
     sizes = json.loads(here("checkpoint", "inspect", "mine", "--no-arrays", "--json")[1])["bytes"]
     assert f"model {sizes['model']:,}, optimizer {sizes['optimizer']:,}\n" in told
