@@ -123,6 +123,8 @@ def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches
             raise UsageError(f"batch_of: {name} has {has}; give an array of numbers with a row for each sample")
     if len(inputs) != len(targets):
         raise UsageError(f"batch_of: inputs have {len(inputs)} rows, targets {len(targets)}; give one for each input")
+    if micro_batches > len(inputs):
+        raise UsageError(f"batch: {len(inputs)} samples in {micro_batches} micro-batches: give at most as many parts")
 
     def load(samples: np.ndarray) -> tuple[Array, Array]:
         return inputs[samples], targets[samples]

@@ -491,6 +491,7 @@ OF_WRONG_TYPES = {
     "Trainer: loss is 'mse'; give a function of outputs": lambda: losses(loss="mse"),
     "SGD: momentum is 1.5; give a number from 0 on, and below 1": lambda: SGD(1.5),
     "AdamW: epsilon is 0; give a finite number above 0": lambda: AdamW(epsilon=0),
+    "8 samples in 9 micro-batches: give at most as many parts": lambda: batch_of(X, Y, own(), 9),
     "mean_squared_error: outputs is None; give an array": lambda: mean_squared_error(None, None),
     "cross_entropy: targets is a list of 1; give an array": lambda: cross_entropy(X, [1]),
     "mean_squared_error: outputs of int64, targets of int64; give floats": lambda: mean_squared_error(
