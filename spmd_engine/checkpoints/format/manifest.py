@@ -61,8 +61,12 @@ class Pieces:
 
     def __init__(self, bounds: np.ndarray, ranks: np.ndarray) -> None:
         self.bounds, self.ranks = bounds, ranks
-        self.sizes = (bounds[:, 1] - bounds[:, 0]).prod(axis=1)  #: elements of each
         self._faults: dict[tuple[int, ...], str] = {}
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """The elements of each."""
+        return (self.bounds[:, 1] - self.bounds[:, 0]).prod(axis=1)
 
     def of(self, rank: int) -> list[Rectangle]:
         """The pieces that a rank writes, in the order in which they are in its file."""
