@@ -120,12 +120,9 @@ def _read(
 
 
 def _content(file: str) -> bytes:
-    """What ``Path.read_bytes`` returns, in half the time."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(descriptor, os.fstat(descriptor).st_size)
-    finally:
-        os.close(descriptor)
+    """What ``Path.read_bytes`` returns, in two thirds of the time: without a buffer in between."""
+    with open(file, "rb", buffering=0) as opened:
+        return opened.read()
 
 
 def _contents(
