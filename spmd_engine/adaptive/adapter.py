@@ -45,8 +45,8 @@ VERSION = 2
 
 
 def header(step: int, config: AdaptConfig, costs: Mapping[str, float], home: Shape, shape: Shape) -> dict[str, Any]:
-    """The first line, and one after each start and change: the policy's configuration, the measured seconds of each
-    kind of change, the shape with which the policy compares others, and the present one."""
+    """The line after each start and each change of shape: the policy's configuration, the measured seconds of each kind
+    of change, the shape with which the policy compares others, and the present one."""
     shapes = {"home": home.request.as_json(), "shape": str(shape)}
     return {"version": VERSION, "step": step, "config": config.as_json(), "costs": dict(costs), **shapes}
 
@@ -71,7 +71,7 @@ def replay(lines: Iterable[Mapping[str, Any]]) -> Iterator[Decision]:
 
 
 def _replayed(lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Decision | None, PolicyState]]:
-    """The decision of each line, None for a header, and the state after it: with another home it begins anew."""
+    """The decision of each line (None for a header), and the policy's state after it, which another home resets."""
     policy, state, home = Policy(), PolicyState(), None
     for line in lines:
         if "config" in line:
@@ -183,7 +183,7 @@ class Advisor:
             self.proposed = by_label[decision.chosen.label].shape
 
     def _outlook(self, lines: Sequence[Mapping[str, Any]]) -> Outlook:
-        """The observation of these lines, and the speeds of all ranks, measured or believed."""
+        """The observation of these lines, and the speed of each rank: measured now, or when it last had work."""
         count = max(len(self.memory or ()), *(1 + rank for rank in (*self.shape.ranks, *self._home.ranks)))
         work = [0.0] * count
         for rank, part in zip(ranks_at(self.shape), parts(self.shape, model=self._model), strict=True):

@@ -408,8 +408,8 @@ def estimate_change(reshaper: Reshaper, shape: Shape, step_seconds: float, folde
     """By protocol: the ``bytes`` that ranks send, their ``moves`` by sender and receiver, ``seconds`` until the job has
     the new shape, and those of them in which it ``stops``; or why it is ``refused``. Collective over the world.
 
-    Times are measured: of a trial of the exchange, of all that is done beside it, which includes to make the new mesh
-    and arrays, and of a small file in the ``folder``. No array of the job changes. Raises UsageError on all ranks if
+    Three times are measured: that of a trial of the exchange; that of the other work, such as to make the new mesh and
+    arrays; and that of a small file in the ``folder``. No array of the job changes. Raises UsageError on all ranks if
     the model cannot be placed.
     """
     group, began = reshaper.all_ranks, perf_counter()

@@ -146,7 +146,7 @@ def _sum(axes: Shape, x: Array) -> Array:
 
 @lru_cache(maxsize=4096)  # a growing sequence has new shapes in each step
 def _plan(pattern: str, *operands: Any) -> _Plan:
-    """The plan for operands given by the shape and the dtype of each in turn."""
+    """The plan of a pattern. ``operands``: the shape and the dtype of the first operand, then those of the second."""
     shapes, dtypes = operands[::2], operands[1::2]
     inputs, arrow, output = pattern.replace(" ", "").partition("->")
     terms = tuple(inputs.split(","))

@@ -111,13 +111,11 @@ def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Reducer:
     def reduce(out: Array, blocks: Sequence[Array]) -> None:
         if half:
             blocks = [widened(block) for block in blocks]
-        total, target = blocks[0], out
-        if half or len(blocks) > 2:
-            accumulator = xp.empty_like(total)
-            for block in blocks[1:-1]:
-                total = ufunc(total, block, out=accumulator)
-            target = accumulator if half else out
-        total = ufunc(total, blocks[-1], out=target)
+        total = blocks[0]
+        accumulator = xp.empty_like(total) if half or len(blocks) > 2 else out
+        for block in blocks[1:-1]:
+            total = ufunc(total, block, out=accumulator)
+        total = ufunc(total, blocks[-1], out=accumulator if half else out)
         if mean:
             total /= total.dtype.type(len(blocks))
         if half:

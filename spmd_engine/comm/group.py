@@ -100,7 +100,7 @@ class Group:
             except AttributeError:
                 raise _no_array(operation, x) from None
         call = self._prepared.get(key) or self._keep(key, PREPARE[operation](self._routing, x, *arguments, label))
-        if x is not None and x.dtype is not call.dtype and x.dtype != call.dtype:
+        if x is not None and x.dtype != call.dtype:
             x = x.astype(call.dtype)
         if out is not None:
             call.check_out(x, out)

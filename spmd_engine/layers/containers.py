@@ -226,8 +226,7 @@ class Residual(Branch):
 
     def forward(self, sh, p, x, ctx):
         result = super().forward(sh, p, x, ctx)
-        y = plus(x, result[0])
-        return (y, result[1]) if len(result) == 2 else (y, *result[1:])
+        return plus(x, result[0]), *result[1:]
 
     def backward_input(self, sh, p, saved, dy, *side):
         dx, rest = super().backward_input(sh, p, saved, dy, *side)

@@ -31,9 +31,9 @@ _PC64, _GOTOFF64, _GOT64, _GOTPC64 = 24, 25, 27, 29
 class Image(NamedTuple):
     """Code that runs at any address.
 
-    ``loops`` are at these offsets; nothing writes to the first ``fixed`` bytes, whole pages; and before it runs, it
-    needs 8 bytes, the address of a symbol of the process, at the offset of each of its ``imports``. Without fixed bytes
-    it is object code, which LLVM links.
+    ``loops``: the offset of each. ``imports``: by symbol of the process, the offset of the 8 bytes into which its
+    address must be written before a loop runs. ``fixed``: the first bytes, whole pages, to which nothing writes; if
+    there are none, this is object code, which LLVM links.
     """
 
     code: bytes

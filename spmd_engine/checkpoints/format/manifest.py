@@ -65,7 +65,7 @@ class Pieces:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """The elements of each."""
+        """The number of elements of each piece."""
         return (self.bounds[:, 1] - self.bounds[:, 0]).prod(axis=1)
 
     def of(self, rank: int) -> list[Rectangle]:
