@@ -413,9 +413,11 @@ def test_a_folder_that_goes_in_mid_run_is_made_again(tmp_path, caplog, moved):
     class Remover(Observer):
         def stepped(self, report):
             if report.step == 2:
-                folder.rename(tmp_path / "elsewhere") if moved else shutil.rmtree(folder)
+                folder.rename(elsewhere)  # at once: activity.json is written at any moment
+                if not moved:
+                    shutil.rmtree(elsewhere)
 
-    folder = tmp_path / "run"
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     trained(folder, {"data": 2}, 4, observers=[Remover()])
     assert [each["step"] for each in metrics(folder)] == [3, 4]
     assert "metrics.jsonl is gone, and what it said up to step 2; made again" in caplog.text
