@@ -36,6 +36,7 @@ from spmd_engine.sharding.rectangles import Rectangle, intersected
 
 AT_ONCE = 64 << 20  #: bytes, approximately, of temporary arrays for shards that cannot be read into
 UNEVEN = 8 << 20  #: bytes that a rank may check more than others, so that fewer ranks read one file
+_FAR = np.iinfo(np.int64).max
 READERS = 4  #: threads of a rank that read and hash, if it has so many cores
 
 
@@ -180,8 +181,10 @@ def _shares(pieces: Pieces, held: Sequence[Rectangles], rank: int, node_ranks: S
     owners = [number for number, rectangles in enumerate(wanted) for _ in rectangles]
     parts = np.array([*chain(*wanted)], np.int64).reshape(len(owners), *bounds.shape[1:])
     needs = np.zeros((len(bounds), len(node_ranks)), bool)
-    for number, shared in zip(owners, intersected(bounds, parts).T, strict=True):
-        needs[:, number] |= shared
+    around = np.stack([parts[:, 0].min(axis=0, initial=_FAR), parts[:, 1].max(axis=0, initial=0)])[None]
+    near = np.flatnonzero(intersected(bounds, around))
+    for number, shared in zip(owners, intersected(bounds[near], parts).T, strict=True):
+        needs[near, number] |= shared
     counts = needs.sum(axis=1)
     single, sizes = np.flatnonzero(counts == 1), pieces.sizes
     readers, alone = needs[single].argmax(axis=1), np.zeros(len(node_ranks), np.int64)

@@ -244,14 +244,21 @@ def files_of(rows: np.ndarray) -> Files:
     return Files(ranks, rows["first"][ranks], rows["sha256"][ranks].tobytes().hex())
 
 
-def assign_blocks(placement: Placement, loads: np.ndarray, *, block_bytes: int = BLOCK) -> dict[str, Pieces]:
+def assign_blocks(
+    placement: Placement,
+    loads: np.ndarray,
+    parts: dict[int, _Parts | Pieces] | None = None,
+    *,
+    block_bytes: int = BLOCK,
+) -> dict[str, Pieces]:
     """Divide arrays into pieces of ``block_bytes``, and assign each to a rank that holds it.
 
     Among replicas, the rank with the least load writes a piece. ``loads``, the bytes of each rank, are increased. The
-    result depends on the arguments alone, so all ranks get the same one.
+    result depends on the arguments alone, so all ranks get the same one. ``parts`` are kept for a further call with the
+    same ArrayPlacements.
     """
     assigned: dict[str, Pieces] = {}
-    parts: dict[int, _Parts | Pieces] = {}  # equal layers share one placement, and without replicas also the result
+    parts = {} if parts is None else parts  # equal layers share one placement, and without replicas also the result
     for name, array in placement.items():
         if id(array) not in parts:
             parts[id(array)] = _parts_of(array, block_bytes // array.dtype.itemsize)
@@ -326,11 +333,9 @@ def pieces_of(rectangle: Rectangle, elements: int) -> Iterator[Rectangle]:
 
 def write_plans(engine: ShardedEngine, optimizer: Optimizer | None) -> list[WritePlan]:
     """The parts of an engine and of its optimizer's state that each rank writes. Collective over the world."""
-    loads = np.zeros(engine.group().size, np.int64)
-    stored = engine.placement()
-    plans = [
-        WritePlan(MODEL, stored, assign_blocks(stored, loads), {**engine.parameters, **engine.buffers}.__getitem__)
-    ]
+    loads, parts = np.zeros(engine.group().size, np.int64), dict[int, _Parts | Pieces]()
+    stored, arrays = engine.placement(), {**engine.parameters, **engine.buffers}
+    plans = [WritePlan(MODEL, stored, assign_blocks(stored, loads, parts), arrays.__getitem__)]
     if optimizer is not None:
         optimizer.prepare(engine)
         owned, kinds = engine.placement(owned=True), sorted(optimizer.state)
@@ -341,7 +346,7 @@ def write_plans(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Writ
             kind, name = key.split("/", 1)
             return states[kind][name]
 
-        plans.append(WritePlan(OPTIMIZER, placement, assign_blocks(placement, loads), state))
+        plans.append(WritePlan(OPTIMIZER, placement, assign_blocks(placement, loads, parts), state))
     return plans
 
 

@@ -209,7 +209,7 @@ LIES = {
     "where an object should be": _change(("sections", "model"), []),
     "no section 'model'": _change(("sections",), {}),
     "KeyError": lambda content: content.pop("facts"),
-    "overlap": _pieces(lambda pieces: pieces.__setitem__(slice(None), [2 * pieces[0], 2 * pieces[1]])),
+    "overlap": _pieces(lambda pieces: pieces.__setitem__(slice(None), [[0, 0, 12, 12], 2 * pieces[1]])),
     "but|bytes, .* were written": _change((*FILES, 1, 0), 1 << 50),
 }
 

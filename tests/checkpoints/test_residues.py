@@ -63,6 +63,7 @@ def of_version_2(path):
         for ranks, arrays in section.pop("own"):
             for rank, (name, shape, dtype, number) in product(ranks, arrays):
                 bounds, writers = content["pieces"][number]
+                bounds = np.array(bounds).reshape(-1, len(writers)).T.reshape(-1).tolist()
                 section["arrays"][f"{rank:05d}/{name}"] = [shape, dtype, len(content["pieces"])]
                 content["pieces"].append([bounds, [rank] * len(writers)])
     del content["sha256"]

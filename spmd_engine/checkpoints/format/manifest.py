@@ -37,7 +37,7 @@ MODEL, OPTIMIZER, RESIDUES = "model", "optimizer", "residues"
 _HASHES = re.compile(r"[0-9a-f]*")
 _TEXT = re.compile(r"[^\x00\ud800-\udfff]*", re.DOTALL)
 _LARGEST = 1 << 62
-_MOST_DIMS = 32
+_MOST_DIMS, _MOST = 32, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Pieces:
     def __init__(self, bounds: np.ndarray, ranks: np.ndarray) -> None:
         self.bounds, self.ranks = bounds, ranks
         self._faults: dict[tuple[int, ...], str] = {}
+        self._before: dict[int, tuple[int, int]] = {}
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -89,10 +90,12 @@ class Pieces:
 
     def before(self, number: int) -> tuple[int, int]:
         """How many elements, and how many pieces, of this array are before piece ``number`` in its file."""
-        order, ranks, before = self._in_files
-        first, last = np.searchsorted(ranks, (self.ranks[number], self.ranks[number] + 1))
-        row = np.searchsorted(order[first:last], range(len(order))[number])
-        return int(before[first + row] - before[first]), int(row)
+        if number not in self._before:
+            order, ranks, before = self._in_files
+            first, last = np.searchsorted(ranks, (self.ranks[number], self.ranks[number] + 1))
+            row = np.searchsorted(order[first:last], range(len(order))[number])
+            self._before[number] = int(before[first + row] - before[first]), int(row)
+        return self._before[number]
 
 
 def file_name(section: str, rank: int) -> str:
@@ -129,7 +132,7 @@ class BlocksInFiles(Sequence[StoredBlock]):
     ``rank``: the one that has written them, if not those of the pieces.
     """
 
-    def __init__(self, section: Section, number: int, itemsize: int, pieces: Pieces, rank: int | None = None) -> None:
+    def __init__(self, section: Section, number: int, itemsize: int, pieces: Pieces, rank: int | None) -> None:
         self.section, self.pieces, self._number, self._itemsize, self._rank = section, pieces, number, itemsize, rank
 
     def __getitem__(self, number: Any) -> Any:
@@ -172,15 +175,17 @@ class _InOrder:
 
     def __init__(self, arrays: Arrays) -> None:
         kinds: dict[int, tuple[int, Pieces]] = {}  # equal arrays share their pieces
+        self.arrays = arrays
         self.numbers = [kinds.setdefault(id(one), (len(kinds), one))[0] for *_, one in arrays.values()]
         self.pieces = [one for _, one in kinds.values()]
-        itemsizes = [(dtype_of(dtype).itemsize, 1) for _, dtype, _ in arrays.values()]
-        self._itemsizes = np.array(itemsizes, np.int64).reshape(-1, 2)
+        self.itemsizes = [dtype_of(dtype).itemsize for _, dtype, _ in arrays.values()]
 
     def sizes(self, rank: int) -> np.ndarray:
         """int[arrays 2]: the bytes and the number of each array's pieces in a rank's file."""
         of_kinds = np.array([one.in_file(rank) for one in self.pieces], np.int64).reshape(-1, 2)
-        return of_kinds[self.numbers] * self._itemsizes
+        sizes = of_kinds[self.numbers]
+        sizes[:, 0] *= np.array(self.itemsizes, np.int64)
+        return sizes
 
 
 class Section(Mapping[str, StoredArray]):
@@ -199,27 +204,26 @@ class Section(Mapping[str, StoredArray]):
         hashes: Mapping[int, bytes] | None = None,
     ) -> None:
         """``hashes``: those of each file's blocks, by rank, if the files have none."""
-        self.name, self.arrays, self.files, self.own, self._hashes = name, arrays, files, own, hashes or {}
-        self._order, orders = _InOrder(arrays), [_InOrder(of_rank) for _, of_rank in own]
-        self._own = {
-            rank: (of_rank, order) for (ranks, of_rank), order in zip(own, orders, strict=True) for rank in ranks
-        }
+        self.name, self.files, self._hashes = name, files, hashes or {}
+        self.shared, self.own = _InOrder(arrays), [(ranks, _InOrder(of_rank)) for ranks, of_rank in own]
+        self._own = {rank: order for ranks, order in self.own for rank in ranks}
         self._places: dict[int, np.ndarray] = {}
-        self._listed = self._stored(arrays, 0, None)
+        self._listed = self._stored(self.shared, 0, None)
         self._latest: tuple[int, Mapping[str, StoredArray]] = -1, {}
 
-    def _stored(self, arrays: Arrays, first: int, rank: int | None) -> dict[str, StoredArray]:
+    def _stored(self, order: _InOrder, first: int, rank: int | None) -> dict[str, StoredArray]:
         """Arrays number ``first`` and further of the files; ``rank``: the one that has them of its own."""
+        ordered = zip(order.arrays.items(), order.itemsizes, strict=True)
         return {
-            name: StoredArray(shape, dtype, BlocksInFiles(self, number, dtype_of(dtype).itemsize, pieces, rank))
-            for number, (name, (shape, dtype, pieces)) in enumerate(arrays.items(), first)
+            name: StoredArray(shape, dtype, BlocksInFiles(self, number, itemsize, pieces, rank))
+            for number, ((name, (shape, dtype, pieces)), itemsize) in enumerate(ordered, first)
         }
 
     def _own_of(self, rank: int) -> Mapping[str, StoredArray]:
         """The arrays that a rank has of its own."""
         if self._latest[0] != rank:
-            own, _ = self._own.get(rank, ({}, None))
-            self._latest = rank, self._stored(own, len(self.arrays), rank)
+            own = self._own.get(rank)
+            self._latest = rank, {} if own is None else self._stored(own, len(self._listed), rank)
         return self._latest[1]
 
     def of(self, rank: int) -> dict[str, StoredArray]:
@@ -238,20 +242,20 @@ class Section(Mapping[str, StoredArray]):
         return own[own_name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.arrays
-        for rank, (own, _) in self._own.items():
-            yield from (f"{rank:05d}/{name}" for name in own)
+        yield from self._listed
+        for rank, order in self._own.items():
+            yield from (f"{rank:05d}/{name}" for name in order.arrays)
 
     def __len__(self) -> int:
-        return len(self.arrays) + sum(len(own) for own, _ in self._own.values())
+        return len(self._listed) + sum(len(order.arrays) for order in self._own.values())
 
     def places(self, rank: int) -> np.ndarray:
         """int[arrays + 1, 2]: the byte and the row of hashes at which each array begins in a rank's file; last, where
         they end."""
         if rank not in self._places:
-            own = [order.sizes(0) for _, order in [self._own[rank]]] if rank in self._own else []
+            own = [self._own[rank].sizes(0)] if rank in self._own else []
             begin = self.files.firsts[np.searchsorted(self.files.ranks, rank)], 0
-            self._places[rank] = np.cumsum(np.concatenate([[begin], self._order.sizes(rank), *own]), axis=0)
+            self._places[rank] = np.cumsum(np.concatenate([[begin], self.shared.sizes(rank), *own]), axis=0)
         return self._places[rank]
 
     def file(self, rank: int) -> StoredFile:
@@ -263,12 +267,12 @@ class Section(Mapping[str, StoredArray]):
 
     def check(self, where: str) -> None:
         """Raise CheckpointError unless each array has each element once, in a file."""
-        for ranks, arrays in ((None, self.arrays), *self.own):
-            for name, (shape, _, pieces) in arrays.items():
+        for ranks, order in ((None, self.shared), *self.own):
+            for name, (shape, _, pieces) in order.arrays.items():
                 if fault := pieces.wrong_in(shape):
                     raise CheckpointError(f"{where} {name}{list(shape)}: {fault}")
-            for pieces in _InOrder(arrays).pieces:
-                writers = pieces.ranks if ranks is None else np.array(ranks[: len(ranks) * bool(len(pieces.ranks))])
+            for pieces in order.pieces:
+                writers = pieces.ranks if ranks is None else np.array(ranks, np.int64)[: len(pieces.ranks) * len(ranks)]
                 places = np.searchsorted(self.files.ranks, writers)
                 missing = np.append(self.files.ranks, -1)[places] != writers
                 if missing.any():
@@ -295,20 +299,21 @@ class Manifest:
         numbers: dict[tuple[bytes, bytes], int] = {}  # equal pieces have one
         lines: list[str] = []
 
-        def listed(arrays: Arrays) -> list[tuple]:
-            order, known = _InOrder(arrays), []
+        def listed(order: _InOrder) -> list[tuple]:
+            known = []
             for one in order.pieces:
                 known.append(numbers.setdefault((one.bounds.tobytes(), one.ranks.tobytes()), len(lines)))
                 if known[-1] == len(lines):
-                    lines.append(_json([one.bounds.reshape(-1).tolist(), one.ranks.tolist()]))
-            ordered = zip(arrays.items(), order.numbers, strict=True)
+                    columns = one.bounds.transpose(1, 2, 0).reshape(-1)  # all starts of a dim, then of the next
+                    lines.append(_json([_as_json(columns), _as_json(one.ranks)]))
+            ordered = zip(order.arrays.items(), order.numbers, strict=True)
             return [(name, shape, dtype, known[number]) for (name, (shape, dtype, _)), number in ordered]
 
         sections = {
             section.name: {
-                "arrays": listed(section.arrays),
-                "files": [*(column.tolist() for column in section.files[:2]), section.files.sha256],
-                "own": [[list(ranks), listed(arrays)] for ranks, arrays in section.own],
+                "arrays": listed(section.shared),
+                "files": [*map(_as_json, section.files[:2]), section.files.sha256],
+                "own": [[_as_json(np.array(ranks)), listed(order)] for ranks, order in section.own],
             }
             for section in self.sections.values()
         }
@@ -346,7 +351,7 @@ class Manifest:
         if lines is None and content.pop("sha256", None) != _digest((_json(content),)):
             raise refuse("its SHA-256 of itself differs")
         try:
-            pieces = [_pieces(one) for one in content.get("pieces", ())] if lines is None else lines[1]
+            pieces = [_pieces(one, version) for one in content.get("pieces", ())] if lines is None else lines[1]
             manifest = cls(
                 step=_whole_number(content["step"]),
                 sections={
@@ -391,7 +396,7 @@ def _read_lines(file: BinaryIO) -> tuple[Any, list[Pieces]] | None:
             is_whole = after[:64] == digest.hexdigest().encode() and not file.read(1)
             return (parse_json(head + line), pieces) if is_whole else None
         digest.update(line.rstrip())
-        pieces.append(_pieces(json.loads(line.rstrip(b",\n"))))
+        pieces.append(_pieces(json.loads(line.rstrip(b",\n")), VERSION))
     return None
 
 
@@ -403,8 +408,7 @@ def _digest(texts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _json(content: Any) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def _section(name: str, content: Mapping[str, Any], pieces: Sequence[Pieces], version: int) -> Section:
@@ -457,9 +461,11 @@ def _section_of_blocks(name: str, content: Mapping[str, Any]) -> Section:
     return section
 
 
-def _pieces(content: Any) -> Pieces:
+def _pieces(content: Any, version: int) -> Pieces:
     bounds, ranks = map(_numbers, content)
-    return Pieces(bounds.reshape(len(ranks), 2, len(bounds) // (2 * max(1, len(ranks)))), ranks)
+    columns = len(bounds) // max(1, len(ranks))
+    bounds = bounds.reshape(len(ranks), columns) if version == 2 else bounds.reshape(columns, len(ranks)).T
+    return Pieces(np.ascontiguousarray(bounds).reshape(len(ranks), 2, columns // 2), ranks)
 
 
 def _shape(shape: Any, dtype: Any) -> tuple[int, ...]:
@@ -493,25 +499,40 @@ def _whole_number(content: Any) -> int:
     return content
 
 
+def _as_json(numbers: np.ndarray) -> Any:
+    """A list of numbers for JSON; if that is shorter, as runs with equal steps: their first numbers, steps, lengths."""
+    begins = np.append(0, np.flatnonzero(np.diff(numbers, 2)) + 2)
+    if 3 * len(begins) >= len(numbers):
+        return numbers.tolist()
+    steps = np.append(np.diff(numbers), 0)[begins]
+    return {"runs": [numbers[begins].tolist(), steps.tolist(), np.diff(begins, append=len(numbers)).tolist()]}
+
+
 def _numbers(content: Any) -> np.ndarray:
-    """A list of whole numbers as an array."""
-    numbers = np.array(content)
-    fits = isinstance(content, list) and numbers.ndim == 1
-    if fits and numbers.size:
-        fits = numbers.dtype == np.int64 and 0 <= numbers.min() <= numbers.max() < _LARGEST
-    if not fits:
+    """A list of whole numbers as an array, also of runs."""
+    is_list = isinstance(content, list)
+    numbers = np.array(content if is_list else _mapping(content)["runs"])
+    fits = numbers.ndim == (1 if is_list else 2) and (numbers.dtype == np.int64 or not numbers.size)
+    if fits and not is_list:
+        firsts, steps, lengths = numbers
+        fits = lengths.min(initial=1) > 0 and lengths.max(initial=0) <= _MOST and lengths.sum() <= _MOST
+        if fits:
+            places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            numbers = np.repeat(firsts, lengths) + np.repeat(steps, lengths) * places
+    if not fits or not 0 <= numbers.min(initial=0) <= numbers.max(initial=0) < _LARGEST:
         raise ValueError(f"{content!r:.80} where a list of whole numbers should be")
     return numbers.astype(np.int64)
 
 
 def _wrong_with(shape: tuple[int, ...], bounds: np.ndarray) -> str:
     """The reason why the rectangles ``bounds[rectangles 2 dims]`` do not hold each element once, or ""."""
+    if not len(bounds) and not prod(shape):
+        return ""
+    outside = np.ones(len(bounds), bool)
     if bounds.shape[2] == len(shape):
-        if covers_once(bounds, shape):
-            return ""
         outside = ((bounds[:, 0] > bounds[:, 1]) | (bounds[:, 1] > shape)).any(axis=1)
-    else:
-        outside = np.ones(len(bounds), bool)
+        if not outside.any() and covers_once(bounds, shape):
+            return ""
     blocks = [Rectangle(*map(tuple, ends)) for ends in bounds.tolist()]
     if outside.any():
         return f"a block {blocks[outside.argmax()]} is no part of it"
@@ -519,5 +540,4 @@ def _wrong_with(shape: tuple[int, ...], bounds: np.ndarray) -> str:
         shared = intersected(bounds[number : number + 1], bounds[number + 1 :])[0]
         if shared.any():
             return f"{block} and {blocks[number + 1 + shared.argmax()]} overlap; each element is once"
-    total = sum(block.size for block in blocks)
-    return "" if total == prod(shape) else f"its blocks hold {total} of {prod(shape)} elements"
+    return f"its blocks hold {sum(block.size for block in blocks)} of {prod(shape)} elements"
