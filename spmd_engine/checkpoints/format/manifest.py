@@ -59,7 +59,6 @@ class Pieces:
     def __init__(self, bounds: np.ndarray, ranks: np.ndarray) -> None:
         self.bounds, self.ranks = bounds, ranks
         self._faults: dict[tuple[int, ...], str] = {}
-        self._before: dict[int, tuple[int, int]] = {}
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -76,26 +75,10 @@ class Pieces:
             self._faults[shape] = _wrong_with(shape, self.bounds)
         return self._faults[shape]
 
-    @cached_property
-    def _in_files(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The pieces by rank, each rank's in order: their numbers, their ranks, and the elements before each in all."""
-        order = np.argsort(self.ranks, kind="stable")
-        return order, self.ranks[order], np.append(0, np.cumsum(self.sizes[order]))
-
-    def in_file(self, rank: int) -> tuple[int, int]:
-        """How many elements, and how many pieces, a rank writes."""
-        _, ranks, before = self._in_files
-        first, last = np.searchsorted(ranks, (rank, rank + 1))
-        return int(before[last] - before[first]), int(last - first)
-
-    def before(self, number: int) -> tuple[int, int]:
-        """How many elements, and how many pieces, of this array are before piece ``number`` in its file."""
-        if number not in self._before:
-            order, ranks, before = self._in_files
-            first, last = np.searchsorted(ranks, (self.ranks[number], self.ranks[number] + 1))
-            row = np.searchsorted(order[first:last], range(len(order))[number])
-            self._before[number] = int(before[first + row] - before[first]), int(row)
-        return self._before[number]
+    def in_file(self, rank: int, end: int | None = None) -> tuple[int, int]:
+        """How many elements, and how many pieces, a rank writes, of all pieces or of those before number ``end``."""
+        mine = self.ranks[:end] == rank
+        return int(self.sizes[:end][mine].sum()), int(np.count_nonzero(mine))
 
 
 def file_name(section: str, rank: int) -> str:
@@ -136,8 +119,8 @@ class BlocksInFiles(Sequence[StoredBlock]):
         self.section, self.pieces, self._number, self._itemsize, self._rank = section, pieces, number, itemsize, rank
 
     def __getitem__(self, number: Any) -> Any:
-        rank = int(self.pieces.ranks[number]) if self._rank is None else self._rank
-        elements, before = self.pieces.before(number)
+        writer, number = int(self.pieces.ranks[number]), range(len(self))[number]
+        rank, (elements, before) = writer if self._rank is None else self._rank, self.pieces.in_file(writer, number)
         offset, row = self.section.places(rank)[self._number].tolist()
         start, stop = self.pieces.bounds[number].tolist()
         rectangle = Rectangle(tuple(start), tuple(stop))
@@ -390,11 +373,13 @@ def _read_lines(file: BinaryIO) -> tuple[Any, list[Pieces]] | None:
     digest.update(head.rstrip())
     for line in file:
         if line.startswith(b"]"):
-            before, _, after = line.rpartition(b',"sha256":"')
-            digest.update(before)
-            digest.update(after[65:].rstrip())
-            is_whole = after[:64] == digest.hexdigest().encode() and not file.read(1)
-            return (parse_json(head + line), pieces) if is_whole else None
+            own = line.rfind(b',"sha256":"')
+            digest.update(memoryview(line)[:own])
+            digest.update(line[own + 76 :].rstrip())
+            is_whole = line[own:][11:75] == digest.hexdigest().encode() and not file.read(1)
+            head += line
+            del line
+            return (parse_json(head), pieces) if is_whole else None
         digest.update(line.rstrip())
         pieces.append(_pieces(json.loads(line.rstrip(b",\n")), VERSION))
     return None
@@ -521,7 +506,7 @@ def _numbers(content: Any) -> np.ndarray:
             numbers = np.repeat(firsts, lengths) + np.repeat(steps, lengths) * places
     if not fits or not 0 <= numbers.min(initial=0) <= numbers.max(initial=0) < _LARGEST:
         raise ValueError(f"{content!r:.80} where a list of whole numbers should be")
-    return numbers.astype(np.int64)
+    return numbers.astype(np.int64, copy=False)
 
 
 def _wrong_with(shape: tuple[int, ...], bounds: np.ndarray) -> str:
