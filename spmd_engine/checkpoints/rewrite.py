@@ -52,7 +52,6 @@ def reshard_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, files:
 
 
 def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path:
-    assert checkpoint.manifest is not None
     loads, sections = np.zeros(files, np.int64), {}
     unfinished = into.begin()
     try:
@@ -80,7 +79,6 @@ def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path
 
 def problems(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a sentence for each fault of a checkpoint: reads every block and the header of every file."""
-    assert checkpoint.manifest is not None
     expected: dict[str, dict[str, tuple]] = {}
     for file in map(checkpoint.manifest.file, checkpoint.manifest.file_names()):
         expected[file.name] = {HASHES: ("U8", [file.blocks, HASH], file.end)} if file.hashes is None else {}
@@ -104,7 +102,6 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _arrays(checkpoint: Checkpoint, section: str) -> Section:
-    assert checkpoint.manifest is not None
     if section not in checkpoint.manifest.sections:
         raise CheckpointError(
             f"{checkpoint.path} has no section {section!r}; it has: {', '.join(checkpoint.manifest.sections)}"

@@ -150,7 +150,7 @@ def test_a_manifest_lists_the_rectangles_of_ranks_once_for_equal_arrays():
         text = Manifest(1, {"model": Section("model", arrays, files_of(ranks, step=1))}).text()
         sizes.append(len(text))
     assert sizes[1] < sizes[0] + 40 * 60
-    parsed = Manifest.parse(text, "here")
+    parsed = saved.manifest(text)
     assert parsed.text() == text
     block = parsed.sections["model"]["block3/w"].blocks[7]
     expected = Rectangle((35, 0), (40, 8)), "model-00007.safetensors", 4096 + 7 + 3 * 5 * 8 * 4, 3
@@ -328,6 +328,6 @@ def test_another_optimizer_s_state_is_refused(tmp_path):
 def test_the_manifest_is_json_that_says_where_everything_is(tmp_path):
     save(tmp_path, {"pipe": 2, "data": 2})
     text = (CheckpointFolder(tmp_path).newest() / "manifest.json").read_text()
-    said, manifest = json.loads(text), Manifest.parse(text, "here")
+    said, manifest = json.loads(text), saved.manifest(text)
     assert said["step"] == manifest.step == 2 and said["mesh"] == "pipe=2,data=2" and said["facts"] == {"fact": "x"}
     assert manifest.text() == text

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import BytesIO
 from math import prod
 from typing import Any, BinaryIO, NamedTuple
 
@@ -58,7 +57,6 @@ class Pieces:
 
     def __init__(self, bounds: np.ndarray, ranks: np.ndarray) -> None:
         self.bounds, self.ranks = bounds, ranks
-        self._faults: dict[tuple[int, ...], str] = {}
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -68,12 +66,6 @@ class Pieces:
     def of(self, rank: int) -> list[Rectangle]:
         """The pieces that a rank writes, in the order in which they are in its file."""
         return [Rectangle(tuple(start), tuple(stop)) for start, stop in self.bounds[self.ranks == rank].tolist()]
-
-    def wrong_in(self, shape: tuple[int, ...]) -> str:
-        """As ``_wrong_with``, of these rectangles; the arrays that share them mostly have one shape."""
-        if shape not in self._faults:
-            self._faults[shape] = _wrong_with(shape, self.bounds)
-        return self._faults[shape]
 
     def in_file(self, rank: int, end: int | None = None) -> tuple[int, int]:
         """How many elements, and how many pieces, a rank writes, of all pieces or of those before number ``end``."""
@@ -251,8 +243,9 @@ class Section(Mapping[str, StoredArray]):
     def check(self, where: str) -> None:
         """Raise CheckpointError unless each array has each element once, in a file."""
         for ranks, order in ((None, self.shared), *self.own):
-            for name, (shape, _, pieces) in order.arrays.items():
-                if fault := pieces.wrong_in(shape):
+            alike = {(id(pieces), shape): (name, pieces) for name, (shape, _, pieces) in order.arrays.items()}
+            for (_, shape), (name, pieces) in alike.items():
+                if fault := _wrong_with(shape, pieces.bounds):
                     raise CheckpointError(f"{where} {name}{list(shape)}: {fault}")
             for pieces in order.pieces:
                 writers = pieces.ranks if ranks is None else np.array(ranks, np.int64)[: len(pieces.ranks) * len(ranks)]
@@ -278,7 +271,7 @@ class Manifest:
         return sum(array.nbytes for arrays in self.sections.values() for array in arrays.values())
 
     def text(self) -> str:
-        """The content of the file, which ``read`` reads."""
+        """The content of the file, which ``parse`` reads."""
         numbers: dict[tuple[bytes, bytes], int] = {}  # equal pieces have one
         lines: list[str] = []
 
@@ -307,12 +300,7 @@ class Manifest:
         return "".join((head, "\n", ",\n".join(lines), "\n", before, f',"sha256":"{digest}"', after, "\n"))
 
     @classmethod
-    def parse(cls, text: str | bytes, where: str) -> Manifest:
-        """As ``read``, of a text."""
-        return cls.read(BytesIO(text.encode() if isinstance(text, str) else text), where)
-
-    @classmethod
-    def read(cls, file: BinaryIO, where: str) -> Manifest:
+    def parse(cls, file: BinaryIO, where: str) -> Manifest:
         """Read and check a manifest. Raises CheckpointError, naming its place ``where``, if it is invalid."""
 
         def refuse(why: str) -> CheckpointError:
@@ -363,7 +351,7 @@ class Manifest:
         return self.sections[section].file(int(number.partition(".")[0]))
 
 
-_INVALID = KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError
+_INVALID = AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError
 
 
 def _read_lines(file: BinaryIO) -> tuple[Any, list[Pieces]] | None:
@@ -420,29 +408,22 @@ def _section(name: str, content: Mapping[str, Any], pieces: Sequence[Pieces], ve
 
 def _section_of_blocks(name: str, content: Mapping[str, Any]) -> Section:
     """A section of version 1, in which each array lists its blocks, with their files, offsets and hashes."""
-    arrays, offsets = {}, {}
-    firsts: dict[int, int] = {}
-    hashes: dict[int, bytes] = {}
+    arrays, places = {}, []
+    files: dict[int, tuple[int, bytes]] = {}  # the first offset, and the hashes, by rank
     for array, listed in content.items():
-        bounds, ranks = [], []
-        for start, stop, file, offset, sha256 in listed["blocks"]:
-            ranks.append(rank := int(file.partition("-")[2].partition(".")[0]))
-            if file != file_name(name, rank):
-                raise ValueError(f"a block of {name} in {file}")
-            bounds.append((start, stop))
-            firsts.setdefault(rank, _whole_number(offset))
-            hashes[rank] = hashes.get(rank, b"") + bytes.fromhex(_match(_HASHES, sha256))
-        shape = _shape(listed["shape"], listed["dtype"])
-        flat = [number for ends in bounds for numbers in ends for number in numbers]
-        pieces = Pieces(_numbers(flat).reshape(len(ranks), 2, len(shape)), _numbers(ranks))
+        shape, ranks = _shape(listed["shape"], listed["dtype"]), []
+        for _, _, file, offset, sha256 in listed["blocks"]:
+            places.append((file, offset))
+            ranks.append(int(file.partition("-")[2].partition(".")[0]))
+            first, hashes = files.get(ranks[-1], (offset, b""))
+            files[ranks[-1]] = first, hashes + bytes.fromhex(_match(_HASHES, sha256))
+        bounds = _numbers([number for start, stop, *_ in listed["blocks"] for number in (*start, *stop)])
+        pieces = Pieces(bounds.reshape(len(ranks), 2, len(shape)), _numbers(ranks))
         arrays[_text(array)] = shape, listed["dtype"], pieces
-        offsets[array] = [offset for *_, offset, _ in listed["blocks"]]
-    ranks = np.array(sorted(firsts), np.int64)
-    files = Files(ranks, np.array([firsts[rank] for rank in ranks.tolist()], np.int64), "0" * 64 * len(ranks))
-    section = Section(name, arrays, files, hashes=hashes)
-    for array, expected in offsets.items():
-        if [block.offset for block in section[array].blocks] != expected:
-            raise ValueError(f"the blocks of {array} are not where they should be")
+    columns = Files(_numbers(sorted(files)), _numbers([files[rank][0] for rank in sorted(files)]), "")
+    section = Section(name, arrays, columns, hashes={rank: hashes for rank, (_, hashes) in files.items()})
+    if [(block.file, block.offset) for array in section.values() for block in array.blocks] != places:
+        raise ValueError(f"blocks of {name} are not where they should be")
     return section
 
 
