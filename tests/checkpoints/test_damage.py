@@ -191,7 +191,7 @@ def _files(change):
 
 LIES = {
     "no part of it": _pieces(_change((0,), [0, 99])),
-    "hold 11 of 12 elements": _pieces(_change((0,), [0, 11])),
+    "do not cover it: they hold 11 of 12 elements": _pieces(_change((0,), [0, 11])),
     "cannot reshape": _pieces(_change((0,), [0, 12, 3])),
     "has arrays on rank 5, which has no file": _pieces(_change((1,), [5])),
     "where a text like": _change((*FILES, 2), "../../etc/passwd"),

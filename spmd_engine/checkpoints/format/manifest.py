@@ -28,7 +28,7 @@ from spmd_engine.checkpoints.format.blocks import HASH
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
 from spmd_engine.formats.safetensors_header import DTYPES, dtype_of
-from spmd_engine.sharding.rectangles import Rectangle, covers_once, intersected
+from spmd_engine.sharding.rectangles import Rectangle, covers_once
 
 FORMAT, VERSION = "spmd_engine checkpoint", 3
 #: Sections: parameters and buffers by name; optimizer state by kind/name; residues of single ranks by rank/name.
@@ -492,18 +492,13 @@ def _numbers(content: Any) -> np.ndarray:
 
 def _wrong_with(shape: tuple[int, ...], bounds: np.ndarray) -> str:
     """The reason why the rectangles ``bounds[rectangles 2 dims]`` do not hold each element once, or ""."""
-    if not len(bounds) and not prod(shape):
-        return ""
-    outside = np.ones(len(bounds), bool)
-    if bounds.shape[2] == len(shape):
+    has_dims, outside = bounds.shape[2] == len(shape), np.ones(len(bounds), bool)
+    if has_dims:
         outside = ((bounds[:, 0] > bounds[:, 1]) | (bounds[:, 1] > shape)).any(axis=1)
-        if not outside.any() and covers_once(bounds, shape):
-            return ""
-    blocks = [Rectangle(*map(tuple, ends)) for ends in bounds.tolist()]
     if outside.any():
-        return f"a block {blocks[outside.argmax()]} is no part of it"
-    for number, block in enumerate(blocks):
-        shared = intersected(bounds[number : number + 1], bounds[number + 1 :])[0]
-        if shared.any():
-            return f"{block} and {blocks[number + 1 + shared.argmax()]} overlap; each element is once"
-    return f"its blocks hold {sum(block.size for block in blocks)} of {prod(shape)} elements"
+        return f"a block {Rectangle(*map(tuple, bounds[outside][0].tolist()))} is no part of it"
+    if covers_once(bounds, shape) if has_dims else not prod(shape):
+        return ""
+    total = int((bounds[:, 1] - bounds[:, 0]).prod(axis=1).sum())
+    fault = "overlap" if total >= prod(shape) else "do not cover it"
+    return f"its blocks {fault}: they hold {total} of {prod(shape)} elements"
