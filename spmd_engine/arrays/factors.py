@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import pi, sqrt
+from math import pi, prod, sqrt
 from typing import Any, NamedTuple
 
 #: GELU is z / (1 + exp(-2u)) with u = GELU_C (z + GELU_A z^3).
@@ -48,6 +48,19 @@ def adamw_factors(
         rate / (1.0 - beta1**step) * correction,
         1.0 - rate * decay,
     )
+
+
+# --- Arrays of which the last dim stays
+
+
+def by_row(x: Any) -> Any:
+    """x[... d] as [n d]."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def by_group(x: Any, groups: int) -> Any:
+    """x[... (g o)] as [g n o]."""
+    return x.reshape(prod(x.shape[:-1]), groups, x.shape[-1] // groups).transpose(1, 0, 2)
 
 
 # --- The pairs of numbers that rotary positions rotate

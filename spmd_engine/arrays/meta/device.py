@@ -166,7 +166,7 @@ def _raw_kernel(code: str, name: str) -> Callable:
 
 
 def _multiply(_handle, _transb, _transa, n, m, k, *rest) -> None:
-    """``gemmStridedBatchedEx`` of 16-bit floats, as ``arrays.cublas`` calls it."""
+    """``gemmStridedBatchedEx`` of 16-bit floats, as ``arrays.cuda`` calls it."""
     meter().product(rest[-3], m, n, k, 2)
 
 

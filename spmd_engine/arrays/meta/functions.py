@@ -221,17 +221,8 @@ def _outer(a: Any, b: Any, out: Any = None) -> Any:
 def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
     if isinstance(axes, int):
         axes = range(a.ndim - axes, a.ndim), range(axes)
-    a_axes, b_axes = ([dims] if isinstance(dims, int) else dims for dims in axes)
-    a_dims, b_dims = list(range(a.ndim)), [a.ndim + dim for dim in range(b.ndim)]
-    for one, other in zip(a_axes, b_axes, strict=True):
-        b_dims[other] = a_dims[one]
-    return np.einsum(_pattern(a_dims, b_dims), a, b)
-
-
-def _pattern(a_dims: Sequence[int], b_dims: Sequence[int]) -> str:
-    """The einsum pattern of two arrays whose dims have these numbers, summed over common numbers."""
-    one, other = ("".join(chr(ord("a") + dim) for dim in dims) for dims in (a_dims, b_dims))
-    return f"{one},{other}->{''.join(letter for letter in one + other if (letter in one) != (letter in other))}"
+    kept = [np.delete(x.shape, dims).tolist() for x, dims in zip((a, b), axes, strict=True)]
+    return _result(kept[0] + kept[1], np.result_type(a.dtype, b.dtype), prod(kept[1]) * a.size, (a, b))
 
 
 def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from spmd_engine.arrays.factors import adamw_factors, hide
+from spmd_engine.arrays.factors import adamw_factors
 
 #: Functions whose arrays, other than statistics and parameters, may be bfloat16.
 _OF_BFLOAT16 = {
@@ -185,8 +185,7 @@ class FastFunctions:
 
     # Softmax
 
-    def exponentiate(self, scores, shift, mask=None):
-        hide(scores, mask)
+    def exponentiate(self, scores, shift):
         if scores.ndim == 2:
             _in_place(self._loops.exponentiate_rows, scores, _spread(shift, (len(scores), 1)))
         else:

@@ -484,31 +484,28 @@ def silu_gate_value(z: AnyVector, u: AnyVector, h: AnyVector):
 # --- rotary positions of x[n h k] at n positions, with cosines and sines [n p] of p pairs
 
 
-@compiled
-def rotate_halves(x: AnyRows, cosine: Rows, sine: Rows, y: AnyRows):
-    """y[n h k], with one rotation for all h: pairs are (i, i + p), and what is beyond 2p stays."""
+@njit(inline="always")
+def _rotate(x, cosine, sine, y, step, apart):
+    """y[n h k], with one rotation for all h: pairs are (step i, step i + apart), and what is beyond 2p stays."""
     width, (positions, pairs) = x.shape[1], cosine.shape
     heads = len(x) // max(positions, 1)
     for i in range(positions):
         for h in range(i * heads, (i + 1) * heads):
             for j in range(pairs):
-                first, second = wide(x[h, j]), wide(x[h, j + pairs])
-                y[h, j] = stored(first * cosine[i, j] - second * sine[i, j], y)
-                y[h, j + pairs] = stored(second * cosine[i, j] + first * sine[i, j], y)
+                first, second = wide(x[h, step * j]), wide(x[h, step * j + apart])
+                y[h, step * j] = stored(first * cosine[i, j] - second * sine[i, j], y)
+                y[h, step * j + apart] = stored(second * cosine[i, j] + first * sine[i, j], y)
             for j in range(2 * pairs, width):
                 y[h, j] = x[h, j]
+
+
+@compiled
+def rotate_halves(x: AnyRows, cosine: Rows, sine: Rows, y: AnyRows):
+    """Rotate the pairs (i, i + p)."""
+    _rotate(x, cosine, sine, y, 1, cosine.shape[1])
 
 
 @compiled
 def rotate_neighbours(x: AnyRows, cosine: Rows, sine: Rows, y: AnyRows):
-    """y[n h k], with one rotation for all h: pairs are (2i, 2i + 1), and what is beyond 2p stays."""
-    width, (positions, pairs) = x.shape[1], cosine.shape
-    heads = len(x) // max(positions, 1)
-    for i in range(positions):
-        for h in range(i * heads, (i + 1) * heads):
-            for j in range(pairs):
-                first, second = wide(x[h, 2 * j]), wide(x[h, 2 * j + 1])
-                y[h, 2 * j] = stored(first * cosine[i, j] - second * sine[i, j], y)
-                y[h, 2 * j + 1] = stored(second * cosine[i, j] + first * sine[i, j], y)
-            for j in range(2 * pairs, width):
-                y[h, j] = x[h, j]
+    """Rotate the pairs (2i, 2i + 1)."""
+    _rotate(x, cosine, sine, y, 2, 1)

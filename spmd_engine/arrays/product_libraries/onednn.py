@@ -137,13 +137,12 @@ class OneDNN(ProductLibrary):
         operands = source, weights, c_void_p(), result  # without a bias
         return self.created(self.made("dnnl_matmul_primitive_desc_create", self.engine, *operands, c_void_p()))
 
-    def created(self, kind: int | None, keep: bool = False) -> int | None:
-        """The primitive of a primitive descriptor, which is freed unless it is to be kept."""
+    def created(self, kind: int | None) -> int | None:
+        """The primitive of a primitive descriptor, which is freed."""
         if kind is None:
             return None
         primitive = self.made("dnnl_primitive_create", c_void_p(kind))
-        if not keep:
-            self.destroy("primitive_desc", kind)
+        self.destroy("primitive_desc", kind)
         return primitive
 
     def destroy(self, kind: str, address: int | None) -> None:
