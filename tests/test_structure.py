@@ -89,7 +89,7 @@ STATE = {
     "sharding/resharding.py: _exchange_plan": "the cache of a pure function",
     "tokens/encoding.py: _process": "the process that runs chat templates, started once",
     "training/data/array_data.py: epoch_order": "the cache of a pure function",
-    "comm/notation.py: _parsed": "the cache of a pure function",
+    "comm/notation.py: parse": "the cache of a pure function",
     "comm/communicators/threads.py: _libraries": "the libraries of linear algebra, until more modules are loaded",
     "comm/shared_memory/arena.py: memory_here": "the process's memory, asked for once",
     "comm/shared_memory/cross_memory.py: _process_vm_readv": "the system's function, found once",

@@ -335,13 +335,9 @@ class AllToAllCall(Joining):
         return transport.all_to_all(sent, self.places, packed, places)
 
 
-def _barrier(group: Routing, x: None, label: str) -> PreparedCall:
-    return PreparedCall(Signature("barrier"), ("barrier", group.axes, label))
-
-
 #: Prepares a call: (group, array, *arguments of the operation, label) -> PreparedCall
 PREPARE = {
-    "barrier": _barrier,
+    "barrier": lambda group, x, label: PreparedCall(Signature("barrier"), ("barrier", group.axes, label)),
     "broadcast": BroadcastCall.of,
     "all_reduce": AllReduceCall.of,
     "reduce_scatter": ReduceScatterCall.of,

@@ -283,11 +283,8 @@ class Progress:
         end = self.activity.goes_on
         try:
             self._advance_until(wanted, timeout)
-        except CommunicationTimeout as error:
-            end = self.activity.gives_up
-            self.abort(error)
-            raise
-        except RankAborted as error:
+        except (CommunicationTimeout, RankAborted) as error:
+            end = self.activity.gives_up if isinstance(error, CommunicationTimeout) else end
             self.abort(error)
             raise
         finally:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Union
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
-from spmd_engine.comm.agreement.joining import gather_texts
+from spmd_engine.comm.agreement.signature import gather_texts
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.communicators.threads import ThreadCommunicator, ThreadPort, current_thread_communicator, solo
 from spmd_engine.comm.group import Group
@@ -38,8 +38,7 @@ from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from spmd_engine.comm.communicators.mpi import MPICommunicator
-    from spmd_engine.comm.communicators.mpi_port import MPIPort
+    from spmd_engine.comm.communicators.mpi import MPICommunicator, MPIPort
 
 
 def world() -> Communicator:
@@ -135,7 +134,7 @@ def open_port(comm: Communicator, name: str = "", timeout: float = TIMEOUT) -> P
         return comm.open_port(name, timeout)
     if not is_launched():
         raise UsageError("MPI merges only jobs that mpiexec has started")
-    from spmd_engine.comm.communicators.mpi_port import MPIPort
+    from spmd_engine.comm.communicators.mpi import MPIPort
 
     return MPIPort(name, timeout)
 
@@ -148,8 +147,7 @@ def merged(comm: Communicator, port: Port | None, joins: bool) -> Communicator:
     """
     if isinstance(comm, ThreadCommunicator) and current_thread_communicator() is not None:
         return comm.merged(joins, Progress() if joins else comm.progress)
-    from spmd_engine.comm.communicators.mpi import MPI, MPICommunicator
-    from spmd_engine.comm.communicators.mpi_port import MPIPort
+    from spmd_engine.comm.communicators.mpi import MPI, MPICommunicator, MPIPort
 
     assert port is None or isinstance(port, MPIPort)
     own = comm._comm if isinstance(comm, MPICommunicator) else MPI.COMM_WORLD
