@@ -10,19 +10,16 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spmd_engine.arrays.backend import CudaBackend
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.communicators.communicator import Communicator, MessagePart, Ranks
 from spmd_engine.comm.nccl_ranks import NcclRanks
 from spmd_engine.comm.pending import CallOrder
 from spmd_engine.comm.shared_memory.arena import Neighbours
 from spmd_engine.comm.shared_memory.slot_table import SlotTable
-
-if TYPE_CHECKING:
-    from spmd_engine.arrays.backend import CudaBackend
 
 
 @dataclass(frozen=True)

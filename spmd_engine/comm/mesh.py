@@ -198,7 +198,9 @@ class Mesh(Collectives, MeshPosition):
         self._groups: dict[tuple, Group] = {}
         self._owned: list[Communicator] = []
         self._closed = False
-        self._validate()
+        if (ranks := count_ranks(self.all_axes)) != self.comm.size:
+            threads = current_thread_communicator() is not None
+            raise WrongNumberOfRanks(str(self), ranks, self.comm.size, threads=threads)
         self.nodes = list(self.comm.hosts)
         #: ranks of the communicator by coordinates: an array with one dimension for each axis; -1 where a stage of
         #: an uneven mesh has no rank
@@ -206,12 +208,6 @@ class Mesh(Collectives, MeshPosition):
         self.rank, self.size = self.comm.rank, self.comm.size
         coordinates = np.argwhere(self.ranks == self.rank)[0]
         MeshPosition.__init__(self, self.all_axes, dict(zip(self.axes, map(int, coordinates), strict=True)))
-
-    def _validate(self) -> None:
-        ranks = count_ranks(self.all_axes)
-        if ranks != self.comm.size:
-            threads = current_thread_communicator() is not None
-            raise WrongNumberOfRanks(str(self), ranks, self.comm.size, threads=threads)
 
     def group(self, over: Over = None, *, among: Mapping[str, Sequence[int]] | None = None) -> Group:
         """The ranks that differ from this one only along ``over``, as a Group; created on first use.

@@ -164,10 +164,6 @@ class Operation(Pending):
         """Whether the operation can continue."""
         return self.awaited is None or self.awaited.is_met()
 
-    def waits_for(self, rank: int) -> bool:
-        """Whether the operation waits for ``rank``, possibly among others."""
-        return self.awaited is not None and not self.awaited.has_begun(rank)
-
     def advance(self, ended: Sequence[int] = ()) -> bool:
         """Continue as far as possible without waiting. Returns whether the operation advanced.
 
@@ -319,7 +315,8 @@ class Progress:
                 raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}{f'; {cause}' if cause else ''}")
             if waited <= min(check_after, publish_after):
                 continue
-            missing = [r for r in range(communicator.size) if r != communicator.rank and wanted.waits_for(r)]
+            others = [rank for rank in range(communicator.size) if rank != communicator.rank]
+            missing = [rank for rank in others if wanted.awaited and not wanted.awaited.has_begun(rank)]
             if waited > check_after:
                 if wanted.until_the_end and self._pending == [wanted]:  # this rank's part in all other calls is done
                     communicator.announce_end()

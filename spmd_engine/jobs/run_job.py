@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmd_engine.adaptive.monitor import CrossingLog
 from spmd_engine.adaptive.shape_changes import ShapeChanges
@@ -23,6 +23,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError, counted
+from spmd_engine.formats.token_file import TokenFile
 from spmd_engine.jobs.resolve import resolve
 from spmd_engine.models.names import short_name
 from spmd_engine.planning.dry_run.first_step_check import first_step_check
@@ -37,9 +38,6 @@ from spmd_engine.training.run import CONFIG, Run
 from spmd_engine.training.run_folder import is_model, run_folder
 from spmd_engine.training.train_config import CorpusFacts, StepConfig, TrainConfig
 from spmd_engine.training.workload import Workload, make_trainer, open_workload, rate_of
-
-if TYPE_CHECKING:
-    from spmd_engine.formats.token_file import TokenFile
 
 PROMPT = "def "  #: the beginning of a sample
 TEMPERATURE = 0.8  #: temperature of samples

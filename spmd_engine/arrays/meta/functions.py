@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -237,17 +237,17 @@ def _written(target: Any, *others: Any, **_: Any) -> None:
 # --- sums and choices
 
 
-def _summing(ufunc: np.ufunc) -> Callable:
+def _summing(dtype_of: Callable) -> Callable:
+    """A function that reduces arrays to this dtype of theirs."""
+
     def reduce(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False, **_: Any) -> Any:
-        keeps = keepdims is True
-        return _reduced(x, axis, keeps, dtype or _reduced_dtype(ufunc, x.dtype), out)
+        return _reduced(x, axis, keepdims is True, dtype or dtype_of(x.dtype), out)
 
     return reduce
 
 
-def _mean(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False, **_: Any) -> Any:
-    keeps = keepdims is True
-    return _reduced(x, axis, keeps, dtype or (x.dtype if x.dtype.kind not in "iub" else np.float64), out)
+def _mean_dtype(dtype: np.dtype) -> Any:
+    return dtype if dtype.kind not in "iub" else np.float64
 
 
 def _cumsum(x: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> Any:
@@ -315,11 +315,11 @@ REDUCTIONS = {
 
 FUNCTIONS: dict[Callable, Callable] = {
     **{function: _viewed(function) for function in VIEWS},
-    **{function: _summing(ufunc) for function, ufunc in REDUCTIONS.items()},
+    **{function: _summing(partial(_reduced_dtype, ufunc)) for function, ufunc in REDUCTIONS.items()},
     **dict.fromkeys((np.roll, np.tril, np.triu, np.sort, np.round), _unchanged),
     **dict.fromkeys((np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask), _written),
     **dict.fromkeys((np.zeros_like, np.ones_like, np.full_like), _filled_like),
-    **dict.fromkeys((np.mean, np.var, np.std), _mean),
+    **dict.fromkeys((np.mean, np.var, np.std), _summing(_mean_dtype)),
     **dict.fromkeys((np.argmax, np.argmin), _argmax),
     np.dot: _dot,
     np.einsum: _einsum,

@@ -131,12 +131,6 @@ class OneDNN(ProductLibrary):
         """A memory object without memory."""
         return self.made("dnnl_memory_create", c_void_p(descriptor), self.engine, c_void_p())
 
-    def new_primitive(self, *descriptors: int | None) -> int | None:
-        """The primitive of a product with operands and a result of these descriptors; None if oneDNN has none."""
-        source, weights, result = map(c_void_p, descriptors)
-        operands = source, weights, c_void_p(), result  # without a bias
-        return self.created(self.made("dnnl_matmul_primitive_desc_create", self.engine, *operands, c_void_p()))
-
     def created(self, kind: int | None) -> int | None:
         """The primitive of a primitive descriptor, which is freed."""
         if kind is None:
@@ -182,7 +176,10 @@ class _Product(_Primitives):
     def __init__(self, library: OneDNN, *arrays: np.ndarray) -> None:
         super().__init__(library)
         descriptors = [library.described(x) for x in arrays]
-        if (primitive := library.new_primitive(*descriptors)) is not None:
+        source, weights, result = map(c_void_p, descriptors)
+        operands = library.engine, source, weights, c_void_p(), result  # without a bias
+        kind = library.made("dnnl_matmul_primitive_desc_create", *operands, c_void_p())
+        if (primitive := library.created(kind)) is not None:
             self.memories = [library.new_memory(descriptor) for descriptor in descriptors]
             arguments = (_Argument * 3)(*zip((_SOURCE, _WEIGHTS, _RESULT), self.memories, strict=True))
             self.calls = [(primitive, arguments)]

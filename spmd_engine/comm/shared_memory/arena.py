@@ -57,7 +57,7 @@ class Arena:
         copy 256 KiB twelve times as slowly to an address that is up to 31 bytes further in its page than the source.
         """
         self._take_back()
-        size = _rounded(size)
+        size = aligned(size)
         for i, (free, stop) in enumerate(self._free):
             start = free if free % PAGE else free + ALIGNMENT
             if stop - start >= size:
@@ -94,7 +94,7 @@ class Arena:
 
     def release(self, start: int, size: int) -> None:
         """Free the bytes that ``allocate(size)`` returned."""
-        stop = start + _rounded(size)
+        stop = start + aligned(size)
         i = bisect(self._free, (start, stop))
         if i < len(self._free) and self._free[i][0] == stop:
             stop = self._free.pop(i)[1]
@@ -116,7 +116,7 @@ class Arena:
     @property
     def free(self) -> int:
         """Bytes that can still be allocated, in one piece or several."""
-        returned = sum(_rounded(lease.size) for lease in tuple(self._returned))
+        returned = sum(aligned(lease.size) for lease in tuple(self._returned))
         return sum(stop - start for start, stop in self._free) + returned
 
 
@@ -184,5 +184,6 @@ def memory_here() -> int:
     return memory
 
 
-def _rounded(size: int) -> int:
+def aligned(size: int) -> int:
+    """The least multiple of ``ALIGNMENT`` from ``size`` on."""
     return -(-size // ALIGNMENT) * ALIGNMENT

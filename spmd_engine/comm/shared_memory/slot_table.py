@@ -20,7 +20,7 @@ import numpy as np
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.agreement.signature import Signature, Signatures, room
 from spmd_engine.comm.pending import Condition
-from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Neighbours
+from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Neighbours, aligned
 from spmd_engine.comm.shared_memory.cross_memory import Block, RemoteArray
 from spmd_engine.comm.shared_memory.futex import Waker
 from spmd_engine.comm.shared_memory.node import Node
@@ -262,10 +262,6 @@ class SlotTable:
             return np.ndarray(shape, dtype, self._staging[slot % STAGING][rank])
         return np.ndarray(shape, dtype, self._entries[slot][rank], _signature_size(self.size))
 
-    def is_shared(self, x: np.ndarray) -> bool:
-        """Whether contiguous ``x`` is in memory that the node's ranks share."""
-        return self.neighbours.offset(x) is not None
-
     def address(self, x: np.ndarray, sliced: bool = False) -> Address | None:
         """The address at which other ranks can read contiguous ``x``: in this rank's arena, or in its ordinary memory.
 
@@ -289,11 +285,11 @@ class SlotTable:
 
 
 def _words_size(ranks: int) -> int:
-    return _aligned(8 * ranks * _WORDS)
+    return aligned(8 * ranks * _WORDS)
 
 
 def _signature_size(ranks: int) -> int:
-    return _aligned(room(ranks))
+    return aligned(room(ranks))
 
 
 def _entry_size(ranks: int) -> int:
@@ -303,10 +299,6 @@ def _entry_size(ranks: int) -> int:
 def room_of(ranks: int) -> int:
     """Bytes of inline data of a rank, in a group of this size."""
     return max(min(ROOM, (1 << 22) // ranks // ALIGNMENT * ALIGNMENT), SMALL)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _pieces(memory: memoryview, size: int, count: int) -> list[memoryview]:
