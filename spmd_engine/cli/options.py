@@ -17,11 +17,10 @@ from spmd_engine.arrays import get_backend
 from spmd_engine.cli.values import FILE, Choice, WholeNumber
 from spmd_engine.comm import Mesh
 from spmd_engine.comm.device_transport import choose_transport
-from spmd_engine.comm.mesh import mesh_beside
 from spmd_engine.configuration import ConfigField, Configuration, settings_of
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.jobs.resolve import job_of_options
+from spmd_engine.jobs.resolve import job_of_options, mesh_of
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS, has_weights, other_meaning
 from spmd_engine.models.user_code import file_of, is_code, not_permitted, shown, with_arguments
@@ -315,7 +314,7 @@ def open_mesh(job: TrainConfig, axes: Mapping[str, int] | None = None, *, beside
     others = job.composition.ranks_outside
     if others and not beside:
         raise UsageError(f"--assign {job.composition.assign}: only 'train' and 'verify' have helper ranks; omit it")
-    mesh = mesh_beside(others, job.composition.mesh or axes or {}, order=job.composition.order, check=job.check)
+    mesh = mesh_of(job, job.composition.mesh or axes or {}, others, check=job.check)
     print_notices(choose_products(mesh.all_ranks(), job.products, dtype=job.model.dtype, device=job.device))
     backend = get_backend(job.device, *mesh.process_on_node, memory=job.device_memory)
     print_notices(choose_transport(mesh.all_ranks(), backend, job.transport))

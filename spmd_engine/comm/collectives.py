@@ -18,7 +18,7 @@ from spmd_engine.comm.agreement.call_agreement import Agreed
 from spmd_engine.comm.agreement.signature import Signature, Signatures, number_of
 from spmd_engine.comm.blocks import Reducer, joined, merged, reducer, reducible, span, spans
 from spmd_engine.comm.calls import Collective, Offer, PreparedCall, Shape, copied
-from spmd_engine.comm.dispatch import Routing
+from spmd_engine.comm.dispatch import Routing, parts_on_the_way
 from spmd_engine.comm.pending import Queued, Steps
 from spmd_engine.comm.rounds import Payload, WholeSum, reduce_rounds
 from spmd_engine.comm.shared_memory.cross_memory import flat, to_array
@@ -120,7 +120,8 @@ class Reducing(Collective):
 
     def _parts_on_the_way(self, routing: Routing) -> int:
         size = prod(self.signature.array_type[0]) * accumulated_in(self.dtype).itemsize
-        return routing.parts_on_the_way(self.signature.operation, size)
+        senders, tuning = routing.connections.senders.size, routing.connections.tuning
+        return parts_on_the_way(self.signature.operation, size, senders, routing.in_rank_order, tuning)
 
     def complete(self, routing: Routing, payload: Payload, transport: Transport | None, result: Array) -> Steps:
         total = payload.x[payload.mine]

@@ -59,7 +59,7 @@ class Group:
         timeout: float | None = TIMEOUT,
         deterministic: bool = False,
     ) -> None:
-        self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
+        self.comm, self.axes, self.ledger, self.timeout = comm, axes, ledger, timeout
         self.rank, self.size = comm.rank, comm.size
         self.lowest = 0  #: the rank that is lowest in the mesh's communicator: rank 0 of the job, in a group of all
         self._routing = Routing(comm, axes, check, deterministic, timeout)

@@ -216,7 +216,12 @@ class ResolvedJob:
     def open_mesh(self) -> Mesh:
         """Open the mesh, beside the helper ranks. Collective over the world; raises UsageError if the world has another
         number of ranks."""
-        return mesh_beside(self.others, self.axes, order=self.job.composition.order, **self.job.mesh_options)
+        return mesh_of(self.job, self.axes, self.others, **self.job.mesh_options)
+
+
+def mesh_of(job: TrainConfig, axes: Mapping[str, Any], others: Sequence[int], **options: Any) -> Mesh:
+    """Open the mesh of a job with these axes, beside the ``others``. ``options`` are those of ``Mesh``."""
+    return mesh_beside(others, axes, order=job.composition.order, **options)
 
 
 def resolve(
