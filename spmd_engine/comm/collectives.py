@@ -74,7 +74,7 @@ class BroadcastCall(PreparedCall):
         if isinstance(transport, NcclTransport):
             data = root_array.copy() if root_array is not None else home.empty(shape, dtype)
             move = partial(transport.broadcast, data.reshape(-1), self.signature.root)
-            return Queued(data, home, (yield from transport.queue(self.queued(routing, number), move)))
+            return Queued(data, home, (yield from transport.nccl.queue(self.queued(routing, number), move)))
         if root_array is not None and not routing.is_for_messages(root_array):  # others want the result on the host
             root_array = yield from routing.staged(root_array)
         if transport is None or transport.blocks:

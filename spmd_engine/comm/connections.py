@@ -82,7 +82,7 @@ class Connections:
         self.comm, self.neighbours, self.node_table = comm, neighbours, node_table
         self.calls = 0  #: collectives started so far; equal on all ranks
         self.call_order = CallOrder()  #: of calls that may use ``nccl``
-        self._messages: defaultdict[tuple[str, int], count] = defaultdict(count)
+        self.messages: defaultdict[tuple[str, int], count] = defaultdict(count)  #: numbers of those to, or from, a rank
         self.table: SlotTable | None = None  #: of all ranks, if they are on one node
         self.lanes: Lanes | None = None  #: if there are several nodes with equally many ranks
         if node_table is not None and node_table.size == comm.size:
@@ -112,10 +112,6 @@ class Connections:
         words = self.comm.line.words
         words[0], words[1] = number, text
         return number
-
-    def next_message(self, direction: str, rank: int) -> int:
-        """The number of this message among those to or from one other rank."""
-        return next(self._messages[direction, rank])
 
     def empty(self, shape: Sequence[int], dtype) -> np.ndarray:
         """An uninitialized array, in memory that the node's ranks share, if there is room."""

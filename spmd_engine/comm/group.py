@@ -424,7 +424,7 @@ class Group:
     def _tag(self, direction: str, rank: int, channel: int | None) -> int:
         """The first tag of a message. MPI allows tags up to at least 32,767; the communicator uses the last few."""
         if channel is None:
-            return COLLECTIVE_TAGS + self.connections.next_message(direction, rank) % _NUMBERED * _TAGS
+            return COLLECTIVE_TAGS + next(self.connections.messages[direction, rank]) % _NUMBERED * _TAGS
         return COLLECTIVE_TAGS + (_NUMBERED + channel % _CHANNELS) * _TAGS
 
 

@@ -20,6 +20,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Progress
 from spmd_engine.comm.shared_memory.cores import cores_here, cores_of, quota_here
+from spmd_engine.comm.shared_memory.node import OwnMemory, mapped
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.runtime.activity import SIZE, Activity, Record
 from spmd_engine.runtime.ending import FAILED, end_all_ranks_on_error, leave_at_exit, prints_error, stay_at_exit
@@ -72,16 +73,12 @@ def _process_world() -> MPICommunicator | ThreadCommunicator:
 
 def _recorded_progress() -> Progress:
     """The progress of a rank, whose activity other processes can read. Its file stays open: ranks may join later."""
-    from spmd_engine.comm.shared_memory.node import OwnMemory
-
     record = OwnMemory(SIZE)
     return Progress(Activity(record.map(), record.handle))
 
 
 def _open_world(comm: MPICommunicator) -> MPICommunicator:
     """Let all ranks of a new world share memory and cores, and watch them. Collective."""
-    from spmd_engine.comm.shared_memory.node import mapped
-
     hosts = gather_texts(comm, comm.node)
     ranks = [rank for rank, host in enumerate(hosts) if host == comm.node]
     mine = [sorted(os.sched_getaffinity(0)), quota_here(), comm.progress.activity.handle]

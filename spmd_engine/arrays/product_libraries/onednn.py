@@ -46,16 +46,16 @@ class OneDNN(ProductLibrary):
 
     def __init__(self, path: str) -> None:
         self._openmp = _openmp()
-        self._library = ctypes.CDLL(path)
-        self._library.dnnl_version.restype = POINTER(_Version)
-        version = self._library.dnnl_version().contents
+        self.library = ctypes.CDLL(path)
+        self.library.dnnl_version.restype = POINTER(_Version)
+        version = self.library.dnnl_version().contents
         if version.major != 3:
             raise OSError(f"oneDNN {version.major}.{version.minor} is installed; version 3 is needed")
         self.version = f"{version.major}.{version.minor}.{version.patch}"
-        self._move, self._execute = self._library.dnnl_memory_set_data_handle, self._library.dnnl_primitive_execute
+        self._move, self._execute = self.library.dnnl_memory_set_data_handle, self.library.dnnl_primitive_execute
         self._move.argtypes, self._execute.argtypes = [c_void_p] * 2, [c_void_p, c_void_p, c_int, c_void_p]
         self.engine = c_void_p()
-        self._check(self._library.dnnl_engine_create(byref(self.engine), _CPU, c_size_t(0)))
+        self._check(self.library.dnnl_engine_create(byref(self.engine), _CPU, c_size_t(0)))
         self._threads = blas_threads()
         self._local = threading.local()
 
@@ -103,7 +103,7 @@ class OneDNN(ProductLibrary):
         """Let this thread compute, with a limit of its own for the threads that OpenMP starts."""
         self._openmp.omp_set_num_threads(self._threads)
         self._local.stream = stream = c_void_p()
-        self._check(self._library.dnnl_stream_create(byref(stream), self.engine, _IN_ORDER))
+        self._check(self.library.dnnl_stream_create(byref(stream), self.engine, _IN_ORDER))
         self._local.products, self._local.scratch = products, _ = {}, np.empty(0, np.uint8)
         return products, stream
 
@@ -114,12 +114,8 @@ class OneDNN(ProductLibrary):
     def made(self, function: str, *arguments: Any) -> int | None:
         """The address of what the library's function makes; None if it refuses the arguments."""
         result = c_void_p()
-        getattr(self._library, function)(byref(result), *arguments)
+        getattr(self.library, function)(byref(result), *arguments)
         return result.value
-
-    def function(self, name: str) -> Any:
-        """A function of the library."""
-        return getattr(self._library, name)
 
     def described(self, x: np.ndarray) -> int | None:
         """A descriptor of the shape, strides and dtype of ``x``."""
@@ -141,7 +137,7 @@ class OneDNN(ProductLibrary):
 
     def destroy(self, kind: str, address: int | None) -> None:
         """Free what ``made`` returned."""
-        getattr(self._library, f"dnnl_{kind}_destroy")(c_void_p(address))
+        getattr(self.library, f"dnnl_{kind}_destroy")(c_void_p(address))
 
 
 def _openmp() -> ctypes.CDLL:
@@ -226,7 +222,7 @@ class _Convolution(_Primitives):
         self.scratch_bytes = 0
         if described is None:
             return
-        find, size = library.function("dnnl_primitive_desc_query_md"), library.function("dnnl_memory_desc_get_size")
+        find, size = library.library.dnnl_primitive_desc_query_md, library.library.dnnl_memory_desc_get_size
         find.restype, size.restype = c_void_p, c_size_t
         packed = find(c_void_p(described), query, 0)
         self.scratch_bytes = size(c_void_p(packed))
