@@ -106,7 +106,8 @@ class Reducing(Collective):
             return None
         parts = [slice(0, blocks[0].size)] if count == 1 else [self.places[senders.outer(r)] for r in range(count)]
         lengths, slices = [part.stop - part.start for part in parts], merged(parts)
-        sums, combined = np.empty(sum(lengths), wide), _added(self.signature.reduction)
+        sums, combined = np.empty(sum(lengths), wide), self.signature.reduction
+        combined = "sum" if combined == "mean" else combined
         for part, place in zip(slices, spans([part.stop - part.start for part in slices]), strict=True):
             pieces = [flat(block)[part] for block in blocks]
             if len(pieces) == 1:
@@ -345,11 +346,6 @@ PREPARE = {
     "all_gather": AllGatherCall.of,
     "all_to_all": AllToAllCall.of,
 }
-
-
-def _added(reduction: str) -> str:
-    """The reduction of parts of what ``reduction`` reduces."""
-    return "sum" if reduction == "mean" else reduction
 
 
 def _axis(group: Routing, operation: str, x: Array, axis: int) -> int:

@@ -157,9 +157,7 @@ def _concatenate(arrays: Sequence[Any], axis: Any = 0, out: Any = None, dtype: A
 
 
 def _stack(arrays: Sequence[Any], axis: int = 0, out: Any = None, **_: Any) -> Any:
-    shape = list(arrays[0].shape)
-    shape.insert(axis % (len(shape) + 1), len(arrays))
-    return _result(shape, np.result_type(*(x.dtype for x in arrays)), prod(shape), arrays, out)
+    return _concatenate([np.expand_dims(x, axis) for x in arrays], axis, out)
 
 
 def _where(condition: Any, a: Any, b: Any) -> ShapedArray:
@@ -212,10 +210,6 @@ def _diff(x: Any, n: int = 1, axis: int = -1, **_: Any) -> ShapedArray:
     shape = list(x.shape)
     shape[axis] = max(0, shape[axis] - n)
     return _result(shape, x.dtype, n * x.size, (x,))
-
-
-def _outer(a: Any, b: Any, out: Any = None) -> Any:
-    return np.multiply(a.reshape(-1, 1), b.reshape(1, -1), out=out)
 
 
 def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
@@ -300,10 +294,6 @@ def _argpartition(x: Any, kth: int, axis: int = -1, **_: Any) -> np.ndarray:
     return np.broadcast_to(np.arange(x.shape[axis]).reshape(shape), x.shape)
 
 
-def _memory(x: Any) -> Any:
-    return getattr(x, "memory", None)
-
-
 VIEWS = (
     np.array_split, np.broadcast_to, np.diagonal, np.expand_dims, np.flip, np.moveaxis, np.split, np.squeeze,
     np.swapaxes, np.transpose, np.lib.stride_tricks.sliding_window_view,
@@ -334,7 +324,7 @@ FUNCTIONS: dict[Callable, Callable] = {
     np.pad: _pad,
     np.tile: _tile,
     np.diff: _diff,
-    np.outer: _outer,
+    np.outer: lambda a, b, out=None: np.multiply(a.reshape(-1, 1), b.reshape(1, -1), out=out),
     np.tensordot: _tensordot,
     np.clip: _clip,
     np.cumsum: _cumsum,
@@ -348,7 +338,7 @@ FUNCTIONS: dict[Callable, Callable] = {
     np.ndim: lambda x: x.ndim,
     np.size: lambda x, axis=None: x.size if axis is None else x.shape[axis],
     np.copy: lambda x, *_, **__: x.copy(),
-    np.may_share_memory: lambda x, y, *_: _memory(x) is not None and _memory(x) is _memory(y),
+    np.may_share_memory: lambda x, y, *_: getattr(x, "memory", None) is getattr(y, "memory", None) is not None,
 }
 
 
