@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
-from spmd_engine.arrays.backend import Backend
 from spmd_engine.arrays.cuda import Elementwise, Reduction, pair_of_sums
 from spmd_engine.arrays.factors import by_group, by_row
 from spmd_engine.arrays.windows import Window, check_convolution, check_gradient, outputs_of
+
+if TYPE_CHECKING:
+    from spmd_engine.arrays.backend import Backend
 
 # --- the kernels as text: see ``cuda``
 

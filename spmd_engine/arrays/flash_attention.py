@@ -16,9 +16,11 @@ from functools import cache
 from itertools import product
 from math import prod
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spmd_engine.arrays.backend import Array
+if TYPE_CHECKING:
+    from spmd_engine.arrays.backend import Array
+
 
 GROUPS, LANES = 16, 8  # the threads of a block: a group of lanes shares rows of a tile, and lies in one warp
 SHARED = 48 << 10  # bytes of shared memory that a block has on every GPU without a request

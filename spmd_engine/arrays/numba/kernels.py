@@ -200,20 +200,20 @@ def gelu_value(z: AnyVector, y: AnyVector):
         y[i] = stored(x / (f32(1) + exponential(-x * (f32(2 * GELU_C) + f32(2 * GELU_C * GELU_A) * x * x))), y)
 
 
-# --- layer norm of rows[n d]
+# --- layer norm and RMS norm of rows[n d]
 
 
-@compiled_sums
-def layer_norm(x: AnyRows, scale: Vector, shift: Vector, epsilon: Number, y: AnyRows, normal: AnyRows, inverse: Vector):
-    """y[n d], normal[n d] and inverse[n] of x[n d]."""
+@njit(inline="always")
+def _normalize(x, scale, shift, epsilon, y, normal, inverse, centred):
+    """y[n d], normal[n d] and inverse[n] of x[n d]; the mean is 0, and there is no shift, unless ``centred``."""
     rows, width = x.shape
     share = f32(1) / f32(width)
     for i in range(rows):
-        total = f32(0)
-        for j in range(width):
-            total += wide(x[i, j])
-        mean = total * share
-        squares = f32(0)
+        total = squares = f32(0)
+        if centred:
+            for j in range(width):
+                total += wide(x[i, j])
+        mean = total * share if centred else f32(0)
         for j in range(width):
             squares += (wide(x[i, j]) - mean) * (wide(x[i, j]) - mean)
         factor = f32(1) / np.sqrt(squares * share + epsilon)
@@ -221,12 +221,24 @@ def layer_norm(x: AnyRows, scale: Vector, shift: Vector, epsilon: Number, y: Any
         for j in range(width):
             n = (wide(x[i, j]) - mean) * factor
             normal[i, j] = stored(n, normal)
-            y[i, j] = stored(n * scale[j] + shift[j], y)
+            y[i, j] = stored(n * scale[j] + shift[j] if centred else n * scale[j], y)
 
 
 @compiled_sums
-def layer_norm_backward(dy: AnyRows, normal: AnyRows, inverse: Vector, scale: Vector, dx: AnyRows):
-    """dx[n d] of dy[n d]."""
+def layer_norm(x: AnyRows, scale: Vector, shift: Vector, epsilon: Number, y: AnyRows, normal: AnyRows, inverse: Vector):
+    """y[n d], normal[n d] and inverse[n] of x[n d]."""
+    _normalize(x, scale, shift, epsilon, y, normal, inverse, True)
+
+
+@compiled_sums
+def rms_norm(x: AnyRows, scale: Vector, epsilon: Number, y: AnyRows, normal: AnyRows, inverse: Vector):
+    """y[n d], normal[n d] and inverse[n] of x[n d]."""
+    _normalize(x, scale, scale, epsilon, y, normal, inverse, False)
+
+
+@njit(inline="always")
+def _normalize_backward(dy, normal, inverse, scale, dx, centred):
+    """dx[n d] of dy[n d], of a norm that is ``centred`` or not."""
     rows, width = dy.shape
     share = f32(1) / f32(width)
     for i in range(rows):
@@ -235,9 +247,21 @@ def layer_norm_backward(dy: AnyRows, normal: AnyRows, inverse: Vector, scale: Ve
             g = wide(dy[i, j]) * scale[j]
             total += g
             projection += g * wide(normal[i, j])
-        mean, along, factor = total * share, projection * share, inverse[i]
+        mean, along, factor = total * share if centred else f32(0), projection * share, inverse[i]
         for j in range(width):
             dx[i, j] = stored((wide(dy[i, j]) * scale[j] - mean - wide(normal[i, j]) * along) * factor, dx)
+
+
+@compiled_sums
+def layer_norm_backward(dy: AnyRows, normal: AnyRows, inverse: Vector, scale: Vector, dx: AnyRows):
+    """dx[n d] of dy[n d]."""
+    _normalize_backward(dy, normal, inverse, scale, dx, True)
+
+
+@compiled_sums
+def rms_norm_backward(dy: AnyRows, normal: AnyRows, inverse: Vector, scale: Vector, dx: AnyRows):
+    """dx[n d] of dy[n d]."""
+    _normalize_backward(dy, normal, inverse, scale, dx, False)
 
 
 @compiled
@@ -248,6 +272,15 @@ def layer_norm_backward_parameters(dy: AnyRows, normal: AnyRows, dscale: Vector,
         for j in range(width):
             dscale[j] += wide(dy[i, j]) * wide(normal[i, j])
             dshift[j] += wide(dy[i, j])
+
+
+@compiled
+def rms_norm_backward_scale(dy: AnyRows, normal: AnyRows, dscale: Vector):
+    """Add the gradient of dy[n d] to dscale[d]."""
+    rows, width = dy.shape
+    for i in range(rows):
+        for j in range(width):
+            dscale[j] += wide(dy[i, j]) * wide(normal[i, j])
 
 
 # --- optimizers of flat p[n]
@@ -410,52 +443,6 @@ def cross_entropy_gradient(p: Rows, sums: Vector, weights: Vector, targets: Indi
             p[i, j] *= factor
         if 0 <= targets[i] < width:
             p[i, targets[i]] -= weights[i]
-
-
-# --- Loops of Llama models: RMS norm, gated perceptrons, rotary positions
-
-
-# --- RMS norm of rows[n d]
-
-
-@compiled_sums
-def rms_norm(x: AnyRows, scale: Vector, epsilon: Number, y: AnyRows, normal: AnyRows, inverse: Vector):
-    """y[n d], normal[n d] and inverse[n] of x[n d]."""
-    rows, width = x.shape
-    share = f32(1) / f32(width)
-    for i in range(rows):
-        squares = f32(0)
-        for j in range(width):
-            squares += wide(x[i, j]) * wide(x[i, j])
-        factor = f32(1) / np.sqrt(squares * share + epsilon)
-        inverse[i] = factor
-        for j in range(width):
-            n = wide(x[i, j]) * factor
-            normal[i, j] = stored(n, normal)
-            y[i, j] = stored(n * scale[j], y)
-
-
-@compiled_sums
-def rms_norm_backward(dy: AnyRows, normal: AnyRows, inverse: Vector, scale: Vector, dx: AnyRows):
-    """dx[n d] of dy[n d]."""
-    rows, width = dy.shape
-    share = f32(1) / f32(width)
-    for i in range(rows):
-        projection = f32(0)
-        for j in range(width):
-            projection += wide(dy[i, j]) * scale[j] * wide(normal[i, j])
-        along, factor = projection * share, inverse[i]
-        for j in range(width):
-            dx[i, j] = stored((wide(dy[i, j]) * scale[j] - wide(normal[i, j]) * along) * factor, dx)
-
-
-@compiled
-def rms_norm_backward_scale(dy: AnyRows, normal: AnyRows, dscale: Vector):
-    """Add the gradient of dy[n d] to dscale[d]."""
-    rows, width = dy.shape
-    for i in range(rows):
-        for j in range(width):
-            dscale[j] += wide(dy[i, j]) * wide(normal[i, j])
 
 
 # --- gates of flat z[n] and u[n]
