@@ -112,9 +112,8 @@ def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -
     Channels c = (g i) and f = (g o) in that order: outputs of a group read the inputs of that group. As usual in
     deep learning, the kernel is not flipped. Raises ValueError if shapes, windows and groups disagree.
     """
-    xp = backend_of(x).xp
     check_convolution(x.shape, w.shape, rows, columns, groups)
-    y = xp.zeros(outputs_of(x.shape, rows, columns, w.shape[3]), x.dtype)
+    y = backend_of(x).xp.zeros(outputs_of(x.shape, rows, columns, w.shape[3]), x.dtype)
     matrices = by_group(w, groups)
     for panel in _panels(x, y.shape, rows, columns, groups):
         block = panel.of(y)
@@ -128,8 +127,7 @@ def conv2d_input_gradient(
     dy: Array, w: Array, rows: Window, columns: Window, groups: int, lengths: tuple[int, int]
 ) -> Array:
     """dx[b h w c] of ``conv2d`` for dy[b p q f]; ``lengths`` are those of h and w."""
-    xp = backend_of(dy).xp
-    dx = xp.zeros((dy.shape[0], *lengths, w.shape[2] * groups), dy.dtype)
+    dx = backend_of(dy).xp.zeros((dy.shape[0], *lengths, w.shape[2] * groups), dy.dtype)
     check_convolution(dx.shape, w.shape, rows, columns, groups)
     check_gradient(dy.shape, dx.shape, rows, columns, w.shape[3])
     matrices = by_group(w, groups).transpose(0, 2, 1)
@@ -142,11 +140,10 @@ def conv2d_input_gradient(
 @fused_of_images
 def conv2d_weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, groups: int) -> Array:
     """dw[k l i f] of ``conv2d`` for dy[b p q f]."""
-    xp = backend_of(x).xp
     shape = rows.size, columns.size, x.shape[3] // groups, dy.shape[3]
     check_convolution(x.shape, shape, rows, columns, groups)
     check_gradient(dy.shape, x.shape, rows, columns, dy.shape[3])
-    dw = xp.zeros((groups, shape[0] * shape[1] * shape[2], shape[3] // groups), x.dtype)
+    dw = backend_of(x).xp.zeros((groups, shape[0] * shape[1] * shape[2], shape[3] // groups), x.dtype)
     for panel in _panels(x, dy.shape, rows, columns, groups):
         dw += matmul(panel.patches(x).transpose(0, 2, 1), by_group(panel.of(dy), groups))
     return dw.transpose(1, 0, 2).reshape(shape)

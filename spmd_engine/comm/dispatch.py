@@ -89,8 +89,7 @@ class Routing:
     ) -> None:
         self.comm, self.axes, self.rank, self.size = comm, axes, comm.rank, comm.size
         self.connections = connections = connections_of(comm)
-        table = connections.table
-        self.one_node = table is not None
+        self.one_node = connections.table is not None
         self.spins = self.one_node and comm.spin_tests > 0 and comm.size > 1  #: whether blocking calls spin
         self._room = connections.node_table.room if connections.node_table is not None else sys.maxsize
         self.agreement, self.in_rank_order = Agreement(connections, axes, check), deterministic

@@ -203,8 +203,7 @@ class _Convolution(_Primitives):
         shape = (c_int64 * 4)(*w.transpose(3, 2, 0, 1).shape)
         chosen = library.made("dnnl_memory_desc_create_with_tag", 4, shape, _TYPES[w.dtype], _ANY)
         two = c_int64 * 2
-        windows = rows, columns
-        numbers = [two(*(each(window) for window in windows)) for each in _NUMBERS]
+        numbers = [two(*(each(window) for window in (rows, columns))) for each in _NUMBERS]
         descriptors = c_void_p(source), c_void_p(chosen)
         no_bias, attributes = [c_void_p()] * (kind != "x"), c_void_p()
         forward_chosen = library.made("dnnl_memory_desc_create_with_tag", 4, shape, _TYPES[BFLOAT16], _ANY)

@@ -74,8 +74,7 @@ def table_on(node: Node, members: Sequence[int], rank: int, offset: int = HEAD) 
     """The table of ``members``, in which this is rank ``rank``, at ``offset`` in the first member's arena."""
     local, neighbours = [node.ranks.index(member) for member in members], node.neighbours
     memory = memoryview(neighbours.memories[local[0]])[offset : offset + size_of_table(len(local))]
-    home = offset if rank == 0 else None
-    return SlotTable(memory, rank, local, neighbours, node.futexes, home)
+    return SlotTable(memory, rank, local, neighbours, node.futexes, home=offset if rank == 0 else None)
 
 
 class SlotTable:
