@@ -19,8 +19,8 @@ from spmd_engine.comm.communicators.threads import ThreadCommunicator, ThreadPor
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Progress
+from spmd_engine.comm.shared_memory.arena import OwnMemory, mapped
 from spmd_engine.comm.shared_memory.cores import cores_here, cores_of, quota_here
-from spmd_engine.comm.shared_memory.node import OwnMemory, mapped
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.runtime import launchers
 from spmd_engine.runtime.activity import SIZE, Activity, Record

@@ -23,7 +23,7 @@ from zlib import crc32
 SIZE = 1 << 16  #: bytes of a record
 WARN_AFTER = 60.0  #: seconds of waiting after which a hang is reported; at most half of the timeout
 
-WORDS = 64  # offset of the words, after the mark of the memory; see ``node``
+WORDS = 64  # offset of the words, after the mark that others recognise the memory by
 BEAT, SINCE, PATIENCE, LINE, NUMBER, TEXT, PHASE, PHASE_NUMBER, PHASE_SINCE, REPORTED, PROCESS, IDLE = range(12)
 LINES, MOST_LINES, LINE_WORDS = 16, 128, 4  # in words: the first line; a line is number, text, members, which
 TEXTS = WORDS + 8 * (LINES + MOST_LINES * LINE_WORDS)

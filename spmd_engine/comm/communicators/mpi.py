@@ -21,7 +21,7 @@ from spmd_engine.comm.agreement.signature import Signature, disseminate, gather_
 from spmd_engine.comm.communicators.communicator import Communicator, MessagePart
 from spmd_engine.comm.connections import Connections, even_nodes
 from spmd_engine.comm.pending import Operation, Progress, ProgressThread, Steps
-from spmd_engine.comm.shared_memory.node import Node, open_node
+from spmd_engine.comm.shared_memory.arena import Node, open_node
 from spmd_engine.comm.shared_memory.slot_table import SlotTable, room_for_table, size_of_table, table_on
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.runtime.activity import Memory

@@ -20,10 +20,9 @@ import numpy as np
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.agreement.signature import Signature, Signatures, room
 from spmd_engine.comm.pending import Condition
-from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Neighbours, aligned
+from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Neighbours, Node, aligned
 from spmd_engine.comm.shared_memory.cross_memory import Block, RemoteArray
 from spmd_engine.comm.shared_memory.futex import Waker
-from spmd_engine.comm.shared_memory.node import Node
 
 SLOTS = 8  # calls of a group that can be in progress at once; further calls wait
 SMALL = 1 << 12  # bytes of data in an entry
