@@ -14,8 +14,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.meta.array import ShapedArray
-from spmd_engine.arrays.meta.backend import Shapes, on_shapes
-from spmd_engine.arrays.meta.device import BATCH_MEMORY, DeviceShapes
+from spmd_engine.arrays.meta.backend import BATCH_MEMORY, DeviceShapes, Shapes, on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.arrays.precision import dtype_of
