@@ -213,8 +213,8 @@ ROOMS = {
     "offloading": (
         r"offload",
         """
-        engine/offload/array.py engine/offload/config.py engine/offload/file.py engine/offload/host.py
-        engine/offload/shapes.py engine/offload/stash.py engine/offload/target.py engine/parallel_config.py
+        engine/offload/array.py engine/offload/config.py engine/offload/file.py engine/offload/stash.py
+        engine/offload/target.py engine/parallel_config.py
         engine/state/assignment.py planning/search/neighbours.py planning/search/plan_search.py
         planning/search/search_space.py
         """,

@@ -1,4 +1,4 @@
-"""Families of decoders: a file for each large lineage, with a record for each ``model_type``. All files are imported."""
+"""Families of decoders: a file for each lineage, with a record for each ``model_type``. All files are imported."""
 
 from importlib import import_module
 from pkgutil import iter_modules
