@@ -74,7 +74,6 @@ STATE = {
     "arrays/meta/functions.py: _resolved": "the cache of a pure function",
     "arrays/meta/functions.py: _reduced_dtype": "the cache of a pure function",
     "layers/attention/qk_norm_rope.py: rotary_with": "the cache of a pure function",
-    "engine/state/assignment.py: placed": "the cache of a pure function, for one call of another",
     "engine/gather.py: _plan_to_whole": "the cache of a pure function",
     "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",
     "configuration.py: settings_of": "the cache of a pure function",
@@ -213,8 +212,8 @@ ROOMS = {
     "offloading": (
         r"offload",
         """
-        engine/offload/array.py engine/offload/config.py engine/offload/file.py engine/offload/host.py
-        engine/offload/shapes.py engine/offload/stash.py engine/offload/target.py engine/parallel_config.py
+        engine/offload/array.py engine/offload/config.py engine/offload/file.py engine/offload/stash.py
+        engine/offload/target.py engine/parallel_config.py
         engine/state/assignment.py planning/search/neighbours.py planning/search/plan_search.py
         planning/search/search_space.py
         """,
@@ -235,9 +234,9 @@ ROOMS = {
     "overlapping layers": (
         r"overlap_layers|overlaps|within_overlap|parse_overlap|_overlap_of|^Overlap$",
         """
-        adaptive/adapter.py adaptive/candidates.py engine/parallel_config.py
-        engine/reshape.py engine/state/assignment.py planning/search/estimate.py planning/search/layer_costs.py
-        planning/search/plan_search.py planning/search/search_space.py
+        adaptive/adapter.py adaptive/candidates.py engine/parallel_config.py engine/reshape.py
+        engine/state/assignment.py planning/dry_run/analyze.py planning/search/estimate.py
+        planning/search/layer_costs.py planning/search/plan_search.py planning/search/search_space.py
         """,
     ),
     "half precision": (

@@ -35,13 +35,12 @@ from spmd_engine.planning.dry_run.first_step_check import first_step_check
 from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
-from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.expert_load import Rebalancer
 from spmd_engine.training.hooks import Hook
 from spmd_engine.training.observers import EventLog, MetricsFile, Observer, lines_up_to
 from spmd_engine.training.run import CONFIG, Run
 from spmd_engine.training.run_folder import is_model, read_run, run_folder
-from spmd_engine.training.train_config import CorpusFacts, StepConfig, TrainConfig
+from spmd_engine.training.train_config import AdaptConfig, CorpusFacts, StepConfig, TrainConfig
 from spmd_engine.training.workload import Workload, make_trainer, open_workload, rate_of
 
 PROMPT = "def "  #: the beginning of a sample

@@ -21,10 +21,10 @@ from spmd_engine.checkpoints.format.folder import LOCK, lock_owner
 from spmd_engine.errors import UsageError
 from spmd_engine.files import open_regular
 from spmd_engine.foreign import parse_json, read_bytes, reading
-from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.numbers_by_rank import expanded
 from spmd_engine.training.observers import PLACED, DataPicture, EventLog, MetricsFile
 from spmd_engine.training.run import CONFIG
+from spmd_engine.training.train_config import AdaptConfig
 
 SERIES = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds")
 NO_CURVES = {"step", "tokens", "bytes_sent", "exposed_communication"}

@@ -26,7 +26,7 @@ from spmd_engine.models.user_code import code_named, digest_of
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.supervisor import Supervisor
 from spmd_engine.training import TrainConfig
-from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.train_config import AdaptConfig
 from support.command_line import QUIET, TEXT
 
 PLANTED = """

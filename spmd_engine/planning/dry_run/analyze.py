@@ -253,7 +253,7 @@ def _uneven_summed_parts(
     model: Model, layout: Layout, composition: ParallelConfig, axes: Mapping[str, int], itemsize: int
 ) -> list[UnevenParts]:
     """Uneven shards that several stages, or several replicas of a shard, sum shard by shard."""
-    holds_others, tied = composition.storage.holds_others, any(layer.tied for _, layer in model.layers)
+    holds_others, tied = bool(composition.storage.overlap), any(layer.tied for _, layer in model.layers)
     if not (axes.get(PIPE, 1) > 1 and (tied or holds_others)) and not (
         composition.storage.stage(axes) and sum(size > 1 for size in axes.values()) > 1
     ):
