@@ -71,7 +71,7 @@ def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[i
     Raises UsageError if the ranks of a group do not make the same calls.
     """
     all_ranks = len(steps) == analysis.ranks
-    groups = _Groups(analysis.axes)
+    groups: dict[tuple, tuple[int, ...]] = {}  # the ranks of each group, in its order
     calls: dict[tuple, SimulatedCall] = {}
     by_rank: dict[int, list[SimulatedCall]] = {}
     for rank, step in steps.items():
@@ -82,14 +82,18 @@ def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[i
             stage = position.coordinates.get(PIPE, 0) * (PIPE not in axes)
             ends, label = communication.ends_of_message, communication.label
             kind = "message" if ends else communication.operation
-            number = groups.number(position, axes) if all_ranks else stage
-            key = (kind, axes, 0 if axes == ("helper",) else number)
+            place = tuple(index for axis, index in position.coordinates.items() if axis not in axes)
+            key = (kind, axes, 0 if axes == ("helper",) else place if all_ranks else stage)
             key += ends or (communication.ranks, "" if kind == "barrier" else label)
             counts[key] += 1
             key = (*key, counts[key])
             size, priority = communication.whole_bytes, communication.priority
             if key not in calls:
-                calls[key] = SimulatedCall(kind, _call_ranks(groups, position, axes, communication), size, priority)
+                if axes != ("helper",) and (axes, place) not in groups:
+                    peers = position.peers(axes) if axes else [position]
+                    groups[axes, place] = HashedOnce(peer.index(None) for peer in peers)
+                ranks = _call_ranks(communication, groups.get((axes, place)))
+                calls[key] = SimulatedCall(kind, ranks, size, priority)
             call = calls[key]
             call.expected += 1
             call.priority = min(call.priority, priority)
@@ -105,35 +109,13 @@ def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[i
     return by_rank
 
 
-def _call_ranks(
-    groups: _Groups, position: MeshPosition, axes: tuple[str, ...], communication: Communication
-) -> tuple[int, ...]:
+def _call_ranks(communication: Communication, members: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The ranks that take part in a call of a group; ``members`` None: of helper ranks, with numbers of the job."""
     ends = communication.ends_of_message
-    if ends and axes == ("helper",):  # these are numbers of the analysis
-        return ends[:2]
-    members = groups.members(position, axes)
     if ends:
-        return members[ends[0]], members[ends[1]]
+        return ends[:2] if members is None else (members[ends[0]], members[ends[1]])
+    assert members is not None
     return members[: communication.ranks] if communication.ranks < len(members) else members
-
-
-class _Groups:
-    """Groups of a mesh's ranks, by the axes along which their ranks differ."""
-
-    def __init__(self, axes: Mapping[str, int]) -> None:
-        self.axes, self._ranks_by_group = axes, {}
-
-    def number(self, position: MeshPosition, over: Sequence[str]) -> tuple[int, ...]:
-        """The key of the group over these axes that contains a position."""
-        return tuple(index for axis, index in position.coordinates.items() if axis not in over)
-
-    def members(self, position: MeshPosition, over: tuple[str, ...]) -> tuple[int, ...]:
-        """All ranks of the group over these axes that contains a position, in the group's order."""
-        key = over, self.number(position, over)
-        if key not in self._ranks_by_group:
-            peers = position.peers(over) if over else [position]
-            self._ranks_by_group[key] = HashedOnce(peer.index(None) for peer in peers)
-        return self._ranks_by_group[key]
 
 
 BEGIN, WAIT, WORK = "begin", "wait", "work"
