@@ -6,7 +6,7 @@ assignment, solved approximately by annealing or a genetic search.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import exp, inf
@@ -21,6 +21,7 @@ from spmd_engine.planning.machine.machine import NodeCapabilities
 from spmd_engine.planning.search.improve import Budget, improved
 
 Places = tuple[int, ...]  #: the node of each task
+RESTARTS, TURNS = 16, 1000  #: annealings from other starts, and the changes that each tries
 
 
 @dataclass(frozen=True)
@@ -144,21 +145,21 @@ def _fill(tasks: Tasks, order: Sequence[tuple[int, ...]], at: list[int], random:
     return True
 
 
-def annealed(tasks: Tasks, *, turns: int = 1000, restarts: int = 16, seed: int = 0) -> Places:
+def annealed(tasks: Tasks) -> Places:
     """Simulated annealing (Kirkpatrick et al., 1983): a group moves, or two groups are exchanged; the best of
-    ``restarts``. Raises UsageError if no initial placement that fits was found.
+    ``RESTARTS``. Raises UsageError if no initial placement that fits was found.
     """
-    random = Random(seed)
-    return min((_anneal(tasks, turns, random) for _ in range(restarts)), key=tasks.cost)
+    random = Random(0)
+    return min((_anneal(tasks, random) for _ in range(RESTARTS)), key=tasks.cost)
 
 
-def _anneal(tasks: Tasks, turns: int, random: Random) -> Places:
+def _anneal(tasks: Tasks, random: Random) -> Places:
     current = _require_fitting(first_fit(tasks, random), tasks)
     groups, cost = _groups(tasks), tasks.cost(current)
     best, least = current, cost
     temperature = 0.3 * cost
-    cooling = (1e-4) ** (1 / max(turns, 1))
-    for _ in range(turns):
+    cooling = 1e-4 ** (1 / TURNS)
+    for _ in range(TURNS):
         temperature *= cooling
         candidate = _change_at_random(tasks, groups, current, random)
         if not tasks.fits(candidate):
@@ -204,17 +205,16 @@ def _list_moves(tasks: Tasks, groups: Sequence[tuple[int, ...]], current: Places
                 yield _moved(current, {group: theirs, other: mine})
 
 
-def evolved(tasks: Tasks, *, generations: int = 1000, population: int = 100, seed: int = 0) -> Places:
+def evolved(tasks: Tasks, *, generations: int = 1000, population: int = 100) -> Places:
     """A genetic search: a child takes the node of each group from either parent, then mutates; the best half survives.
 
     Raises UsageError if no initial placement that fits was found.
     """
-    random = Random(seed)
+    random = Random(0)
     groups = _groups(tasks)
     survivors = [_require_fitting(first_fit(tasks, random), tasks) for _ in range(population)]
-    price: Callable[[Places], float] = tasks.cost
     for _ in range(generations):
-        survivors = sorted(set(survivors), key=price)[: population // 2]
+        survivors = sorted(set(survivors), key=tasks.cost)[: population // 2]
         children = []
         while len(survivors) + len(children) < population:
             parent, other_parent = random.choice(survivors), random.choice(survivors)
@@ -223,7 +223,7 @@ def evolved(tasks: Tasks, *, generations: int = 1000, population: int = 100, see
                 mutated = _change_at_random(tasks, groups, mutated, random)
             children.append(mutated if tasks.fits(mutated) else parent)
         survivors += children
-    return _descend(tasks, groups, min(survivors, key=price))
+    return _descend(tasks, groups, min(survivors, key=tasks.cost))
 
 
 def _require_fitting(places: Places | None, tasks: Tasks) -> Places:
