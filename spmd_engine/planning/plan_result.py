@@ -184,7 +184,8 @@ class PlanResult:
             needs = limits.measured(plan)
             return " and ".join(f"{limits.shown(name, needs[name])} of {name}" for name in sorted(broken))
         if not nearest.machine.heterogeneous:
-            return f"{readable_bytes(nearest.analysis.peak_bytes)} on rank {nearest.peak_rank} at {nearest.peak_moment}"
+            where = f"rank {nearest.peak_rank} at {nearest.peak_step.peak_moment}"
+            return f"{readable_bytes(nearest.analysis.peak_bytes)} on {where}"
         own, peaks = self.request.limits.memory_by_rank(nearest.machine), nearest.analysis.peak_bytes_by_rank()
         rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / own[rank])
         return f"{readable_bytes(peaks[rank])} of its {readable_bytes(own[rank])} on rank {rank}"

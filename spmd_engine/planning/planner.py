@@ -36,7 +36,7 @@ from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.neighbours import with_less_memory
+from spmd_engine.planning.search.neighbours import places_on
 from spmd_engine.planning.search.plan_search import PlanSearch
 from spmd_engine.planning.search.reasons import Conflict
 from spmd_engine.planning.search.search import Limits, SearchResult
@@ -146,10 +146,10 @@ def fixed_plan(request: Request) -> PlanResult:
     candidate = Candidate(tuple(axes.items()), batch_size, micro_batches, assign=composition.assign)
     needs = Estimate(candidate).evaluated(evaluation, memory_limits)
     broken = [name for name in limits.names if name in limits.broken(needs)]
-    tried = with_less_memory(composition, axes, machine) if "memory" in broken else ()
-    steps = ((what, evaluated(other)) for what, other in tried)
-    helping = (what for what, step in steps if peak_memory(step.analysis, memory_limits) <= (limits.memory or 0))
-    helps = next(helping, "")
+    places = [] if composition.offload else places_on(machine, composition.storage.stage(axes))
+    tried = ((place, evaluated(composition.changed(offload=place))) for place in places * ("memory" in broken))
+    fitting = (place for place, step in tried if peak_memory(step.analysis, memory_limits) <= (limits.memory or 0))
+    helps = next((f"--offload {place}" for place in fitting), "")
     return PlanResult(
         request,
         SearchResult(),

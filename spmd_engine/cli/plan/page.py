@@ -135,7 +135,7 @@ def _print_evaluation(console: Console, evaluation: PlanEvaluation, batch: int) 
     console.print(f"  sent: {readable_bytes(evaluation.bytes_sent)} a step by all ranks")
     console.print(
         f"  memory: rank {evaluation.peak_rank} holds most, {readable_bytes(analyzed.peak_bytes)}, at "
-        f"{evaluation.peak_moment}: "
+        f"{evaluation.peak_step.peak_moment}: "
         + ", ".join(
             f"{kind} {readable_bytes(size)}"
             for kind, size in sorted(evaluation.peak_bytes_by_kind.items(), key=lambda item: -item[1])

@@ -92,10 +92,7 @@ class CostModel:
         if key not in self._results:  # not by ``once``: this is called for each bound
             self._results[key] = self._sharded(candidate, first)
         sharded = self._results[key]
-        if sharded is None:
-            return None
-        layers, update = sharded
-        return Estimator(self, candidate, layers, update, self._slowdowns(candidate))
+        return sharded and Estimator(self, candidate, *sharded, self._slowdowns(candidate))
 
     def check_layers(self) -> None:
         """Raise the error of a candidate if no candidate could be analyzed: the layers themselves are wrong."""
@@ -303,9 +300,8 @@ class CostModel:
             lengths |= dict(zip(model.inputs.split()[1:], model.sample, strict=True))
         for name, layer in model.layers:
             windows = getattr(layer, "windows", None)
-            if windows is not None and hasattr(windows, "outputs"):
-                lengths["h"], lengths["w"] = windows.outputs
-                lengths["y"], lengths["x"] = windows.outputs
+            if hasattr(windows, "outputs"):
+                lengths |= dict(zip("hwyx", 2 * windows.outputs, strict=True))
             lengths |= {letter: n for letter, n in layer.sizes.items() if letter not in "hwyx" or not model.sample}
             count = 1.0
             for letter in layer.outputs.dims.split():

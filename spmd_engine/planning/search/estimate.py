@@ -321,7 +321,7 @@ class Estimator:
             seconds = counts[0] * gather + counts[1] * scatter + counts[2] * reduce
         elif zero < 2:
             last = division.by_stage(costs[1] + costs[2])
-            hidden = last * (1 - 1 / division.counts) * self.model.hides_sums
+            hidden = last * (1 - 1 / division.by_stage(np.diff(division.edges))) * self.model.hides_sums
             seconds = np.maximum(scatter * counts[1] + reduce * counts[2] - hidden, 0.0) + gather * counts[0]
         else:
             seconds = comm["last reduce_scatter"][0, division.starts[: self.pipe]] + (gather if zero == 2 else 0.0)

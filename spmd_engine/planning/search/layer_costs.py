@@ -234,11 +234,6 @@ class StageSums:
         return of_chunk.reshape(-1, self.stages).max(axis=0)
 
     @cached_property
-    def counts(self) -> np.ndarray:
-        """Layers of each stage."""
-        return self.by_stage(np.diff(self.edges))
-
-    @cached_property
     def kept(self) -> np.ndarray:
         """Bytes of activations that a micro-batch keeps in each chunk: float64[chunks]."""
         return self.by_chunk(self.layers.kept)

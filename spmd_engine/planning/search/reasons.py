@@ -125,7 +125,7 @@ class Constraints:
             least = min(space.batch_sizes)
             smaller = [least // n for n in MORE if least // n]
             space = replace(space, batch_sizes=sorted({*space.batch_sizes, *smaller, 1}))
-        limits = replace(self.limits, **{name: None for name in LIMITS if name not in names})
+        limits = replace(self.limits, **dict.fromkeys(LIMITS.keys() - {*names}))
         return replace(self, space=space, limits=limits)
 
     def search(self, goal: str = "", keep: int = 1) -> SearchResult:

@@ -96,13 +96,7 @@ class Limits(Configuration):
 
     def measured(self, estimate: Estimate) -> dict[str, float]:
         """What a candidate needs, for each limit that is set."""
-        needs = {
-            "memory": estimate.memory,
-            "latency": estimate.seconds,
-            "bandwidth": estimate.bandwidth,
-            "compute": estimate.work,
-        }
-        return {name: needs[name] for name in self.names}
+        return {name: getattr(estimate, LIMITS[name]) for name in self.names}
 
     def broken(self, estimate: Estimate) -> frozenset[str]:
         """The names of the limits that a candidate breaks."""
@@ -127,7 +121,8 @@ class Limits(Configuration):
         return readable(limit if number is None else number)
 
 
-LIMITS = ("memory", "latency", "bandwidth", "compute")
+#: The limits, with the field of an estimate that each bounds.
+LIMITS = {"memory": "memory", "latency": "seconds", "bandwidth": "bandwidth", "compute": "work"}
 
 
 # --- The search

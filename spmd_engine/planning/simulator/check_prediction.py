@@ -149,11 +149,11 @@ class TraceComparison:
         """Predicted minus measured seconds, by part; their sum is the difference of the steps."""
         return {part: self.predicted.parts[part] - self.measured.parts[part] for part in PARTS}
 
-    def worst_layers(self, count: int = 8) -> list[tuple[str, float, float]]:
-        """The computations with the largest differences: name, predicted and measured seconds, sum over ranks."""
+    def worst_layers(self) -> list[tuple[str, float, float]]:
+        """The eight computations with the largest differences: name, predicted and measured seconds, sum over ranks."""
         names = {*self.predicted.layers, *self.measured.layers}
         both = [(name, self.predicted.layers.get(name, 0.0), self.measured.layers.get(name, 0.0)) for name in names]
-        return sorted(both, key=lambda entry: -abs(entry[1] - entry[2]))[:count]
+        return sorted(both, key=lambda entry: -abs(entry[1] - entry[2]))[:8]
 
     def as_json(self) -> dict[str, Any]:
         """The comparison as JSON."""

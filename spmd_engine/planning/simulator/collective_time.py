@@ -152,9 +152,8 @@ class GroupLinks:
 
     def _neighbours(self) -> Iterator[tuple[int, int]]:
         """Neighbours in the ring of ranks; one of several pairs with equal links."""
-        ring = zip(self.ranks, (*self.ranks[1:], self.ranks[0]), strict=True)
         if self.machine.pairs:
-            yield from ((a, b) for a, b in ring if a != b)
+            yield from self.network.ring(self.ranks)
             return
         numbers = self._node_numbers
         first = np.unique(np.stack([numbers, np.roll(numbers, -1)]), axis=1, return_index=True)[1]

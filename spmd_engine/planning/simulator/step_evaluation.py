@@ -172,11 +172,6 @@ class PlanEvaluation:
         }
         return {**self.peak_step.peak.bytes_by_kind, **{kind: size for kind, size in more.items() if size}}
 
-    @property
-    def peak_moment(self) -> str:
-        """What the rank that holds most computes at its peak."""
-        return self.peak_step.peak_moment
-
     def as_json(self) -> dict[str, Any]:
         """The evaluation as JSON."""
         return {
@@ -185,7 +180,7 @@ class PlanEvaluation:
             "peak_bytes": self.analysis.peak_bytes_by_rank(),
             "peak": {
                 "rank": self.peak_rank,
-                "moment": self.peak_moment,
+                "moment": self.peak_step.peak_moment,
                 "bytes_by_kind": self.peak_bytes_by_kind,
             },
             "order_saves_at_most": self.order_saves,
