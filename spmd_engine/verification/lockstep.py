@@ -214,17 +214,17 @@ class Pair:
             limits = self._bounds(step, computed=tensors[0].kind != PARAMETER)
             self.differing |= {_words(measurement.tensor): None for measurement in off if limits}
 
-        def is_off(measurement: Measured) -> bool:
-            return measurement.is_off(max(self.tolerance, limits.get(_key(measurement.tensor), 0.0)))
+        def limit(measurement: Measured) -> float:
+            return max(self.tolerance, limits.get(_key(measurement.tensor), 0.0))
 
-        if not any(map(is_off, measured)):
+        wrong = [measurement for measurement in measured if measurement.is_off(limit(measurement))]
+        if not wrong:
             return measured, None
         measured_by_id = dict(zip(map(id, at_once), measured, strict=True))
         one_by_one = (measured_by_id.get(id(tensor)) or measure(self.world, [tensor])[0] for tensor in tensors)
-        first = next(measurement for measurement in one_by_one if is_off(measurement))
-        limit = max(self.tolerance, limits.get(_key(first.tensor), 0.0))
-        disagreement = examine(self.engine, first, limit, step=step, micro_batches=self.micro_batches)
-        return measured, self._explain(disagreement, [x for x in measured if is_off(x)])
+        first = next(measurement for measurement in one_by_one if measurement.is_off(limit(measurement)))
+        disagreement = examine(self.engine, first, limit(first), step=step, micro_batches=self.micro_batches)
+        return measured, self._explain(disagreement, wrong)
 
     def _bounds(self, step: int, computed: bool) -> dict[str, float]:
         """How far a tensor may be off, relative to its scale, if only roundings differ: by the reference's distance
