@@ -11,16 +11,7 @@ import numpy as np
 
 from spmd_engine.arrays.precision import HALVES, dtype_of
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, open_pretrained
-from spmd_engine.cli.generate import (
-    HELP,
-    SERVED,
-    check_weights,
-    checkpoint_option,
-    run_option,
-    served_run,
-    tokenizer_of,
-    tokens_in,
-)
+from spmd_engine.cli import generate
 from spmd_engine.cli.options import LongCommand, open_mesh, served_model, takes_job
 from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm import Mesh
@@ -48,10 +39,10 @@ from spmd_engine.training.run_folder import run_folder
     help="Whole inputs; the first dim is the batch. Or images, or texts, for a model of these.",
 )
 @click.option("--output", "target", metavar="Y.npy", required=True, help="File for the whole outputs.")
-@run_option
-@checkpoint_option
+@generate.run_option
+@generate.checkpoint_option
 @click.option("--batch-size", type=WholeRange(min=1), help="Inputs at a time. [default: all]")
-@takes_job(*SERVED, config=False, help=HELP)
+@takes_job(*generate.SERVED, config=False, help=generate.HELP)
 def infer(source, target, run, checkpoint, batch_size, trust_code, job) -> None:
     """Read inputs on rank 0, run the model on all ranks, and write the outputs from rank 0.
 
@@ -66,8 +57,8 @@ def infer(source, target, run, checkpoint, batch_size, trust_code, job) -> None:
     of your own is called with mesh=... and dtype=... if it takes these, and with nothing else; its load_checkpoint is
     called if --checkpoint is given. The engine of a run is on the mesh of the run, unless --mesh has another.
     """
-    check_weights(run, checkpoint, job)
-    run_job = served_run(run, job) if run else None
+    generate.check_weights(run, checkpoint, job)
+    run_job = generate.served_run(run, job) if run else None
     served = served_model(run_job) if run_job else None
     axes = run_job.composition.mesh if run_job and run_job.model.engine is not None else None
     if job.composition.shares and (is_code(job.model.name) or (served is not None and served.engine is not None)):
@@ -133,7 +124,7 @@ def _samples(source: str, engine: ShardedEngine, run: str | None, checkpoint: st
         return images
     if not isinstance(engine, LayeredEngine) or not engine.model.vocabulary:
         return read_inputs(source)  # which raises the error
-    texts = tokens_in(source, tokenizer_of(run, checkpoint, job), parse_columns(job.data.columns))
+    texts = generate.tokens_in(source, generate.tokenizer_of(run, checkpoint, job), parse_columns(job.data.columns))
     if not texts:
         raise UsageError(f"--input {source}: there is nothing to read in it")
     for where, tokens in texts:

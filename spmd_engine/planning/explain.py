@@ -13,7 +13,7 @@ from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.neighbours import places_on
 from spmd_engine.planning.search.plan_search import evaluate_plan
-from spmd_engine.planning.search.search_space import Candidate
+from spmd_engine.planning.search.search_space import Candidate, fields_of
 from spmd_engine.units import readable_bytes, readable_seconds
 
 MOST_BATCH = 1 << 20
@@ -54,7 +54,7 @@ class _Explainer:
         fixed.setdefault("micro_batches", 1)
         if axes.get("pipe", 1) > 1:
             fixed.setdefault("schedule", "1f1b")
-        self.base = Candidate(tuple(axes.items()), request.batch_sizes[0], offload=request.base.offload, **fixed)
+        self.base = Candidate(tuple(axes.items()), request.batch_sizes[0], **fields_of(request.base), **fixed)
         self.costs = request.cost_model()
         self.evaluation = evaluate_plan(self.model, machine, self.base, request.base, **request.analyze_options)
         self.at_peak = self.evaluation.peak_step.peak

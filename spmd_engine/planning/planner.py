@@ -18,25 +18,15 @@ from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_toml, read_text, reading
 from spmd_engine.formats.safetensors_file import read_json
 from spmd_engine.importing import uncollected
-from spmd_engine.models import GPTSize, Model, decoder, gpt
+from spmd_engine.models import GPTSize, Model, decoder, gpt, names
 from spmd_engine.models.hf.read_config import read_config
 from spmd_engine.models.lora import LoRAOptions, with_adapters
-from spmd_engine.models.names import (
-    MODELS,
-    family_of,
-    is_description,
-    is_path,
-    load_config,
-    located,
-    short_name,
-    warn_unknown_fields,
-)
 from spmd_engine.models.user_code import is_code
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.neighbours import places_on
+from spmd_engine.planning.search.neighbours import with_less_memory
 from spmd_engine.planning.search.plan_search import PlanSearch
 from spmd_engine.planning.search.reasons import Conflict
 from spmd_engine.planning.search.search import Limits, SearchResult
@@ -146,10 +136,10 @@ def fixed_plan(request: Request) -> PlanResult:
     candidate = Candidate(tuple(axes.items()), batch_size, micro_batches, assign=composition.assign)
     needs = Estimate(candidate).evaluated(evaluation, memory_limits)
     broken = [name for name in limits.names if name in limits.broken(needs)]
-    places = [] if composition.offload else places_on(machine, composition.storage.stage(axes))
-    tried = ((place, evaluated(composition.changed(offload=place))) for place in places * ("memory" in broken))
-    fitting = (place for place, step in tried if peak_memory(step.analysis, memory_limits) <= (limits.memory or 0))
-    helps = next((f"--offload {place}" for place in fitting), "")
+    tried = with_less_memory(composition, composition.storage.stage(axes), machine) if "memory" in broken else ()
+    steps = ((what, evaluated(other)) for what, other in tried)
+    helping = (what for what, step in steps if peak_memory(step.analysis, memory_limits) <= (limits.memory or 0))
+    helps = next(helping, "")
     return PlanResult(
         request,
         SearchResult(),
@@ -184,20 +174,20 @@ def planned_model(
 def _read(name: str, base: ParallelConfig) -> tuple[Model, str]:
     """The model as this composition computes it, and the family of its weight names."""
     method = base.context_method or "ring"
-    if is_code(name) or name in MODELS:
-        return ModelConfig(name).build(base), family_of(name)
-    path = Path(name) if is_description(name) or not is_path(name) else located(name)
+    if is_code(name) or name in names.MODELS:
+        return ModelConfig(name).build(base), names.family_of(name)
+    path = Path(name) if names.is_description(name) or not names.is_path(name) else names.located(name)
     if (path / "config.json").is_file():
         path = path / "config.json"
     if path.suffix == ".json":
         shape, unknown = read_config(read_json(path), f"model {path}")
-        warn_unknown_fields(str(path), unknown)
-        return decoder(shape, short_name(str(path.parent.resolve())), context_method=method), shape.family
+        names.warn_unknown_fields(str(path), unknown)
+        return decoder(shape, names.short_name(str(path.parent.resolve())), context_method=method), shape.family
     if path.suffix == ".gguf":
-        shape = load_config(path)
+        shape = names.load_config(path)
         return decoder(shape, path.stem, context_method=method), shape.family
     if path.suffix != ".toml":
-        raise UsageError(f"unknown model {name!r}; {one_of(name, MODELS)}, or give a .toml file or a config.json")
+        raise UsageError(f"unknown model {name!r}; {one_of(name, names.MODELS)}, or give a .toml file or a config.json")
     with reading(f"model {name}: invalid TOML"):
         content = parse_toml(read_text(name))
     size = GPTSize.from_json(content, f"model {name}")

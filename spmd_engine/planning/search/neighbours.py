@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.axes import PIPE, all_positions, axes_text, count_ranks
+from spmd_engine.engine import ParallelConfig
 from spmd_engine.engine.state.assignment import BATCH, divide
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimate, best_division
@@ -42,6 +43,12 @@ def places_on(machine: Machine, zero: int = 0, choices: Sequence[str | None] = O
     """The ``choices`` of what is offloaded that are possible on a machine."""
     devices = machine.nodes[0].has_devices
     return [choice for choice in choices if can_offload(choice, zero, of_devices=devices)]
+
+
+def with_less_memory(composition: ParallelConfig, stage: int, machine: Machine) -> Iterator[tuple[str, ParallelConfig]]:
+    """The composition with more offloaded, as text and as it is; none if it offloads something."""
+    for choice in () if composition.offload else places_on(machine, stage):
+        yield f"--offload {choice}", composition.changed(offload=choice)
 
 
 # --- Unequal ranks: uneven shares, and which rank is where

@@ -129,6 +129,11 @@ class Candidate:
         return "; ".join(parts)
 
 
+def fields_of(base: ParallelConfig) -> dict[str, Any]:
+    """The fields of a candidate that a composition decides, if they are not searched."""
+    return {"offload": base.offload}
+
+
 @dataclass(frozen=True)
 class SearchSpace:
     """The choices of a search; a field that is not None is fixed."""

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import count, product
 from typing import Any
 
-from spmd_engine.axes import MeshPosition, count_ranks, position_of
+from spmd_engine.axes import count_ranks, position_of
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.step_analysis import Communication, HashedOnce, Phases, RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
