@@ -134,12 +134,7 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
                 sys.exit(1)
             return
         case = _Case(job, mesh, options)
-        if job.strategy:
-            report = _verify_page(job.strategy, case)
-        elif engine:
-            report = _verify_user_engine(engine, case)
-        else:
-            report = _verify_model(case)
+        report = _verify_own(engine, case) if engine or job.strategy else _verify_model(case)
         if mesh.rank == 0:
             click.echo(report.verdict)
         if not report.agrees:
@@ -204,26 +199,22 @@ def _verify_model(case: _Case) -> Report:
     return _compare(job.model.name, engine, reference, batches, case, own=is_code(job.model.name), exact=exact)
 
 
-def _verify_user_engine(name: str, case: _Case) -> Report:
-    if not case.options["input_shape"]:
+def _verify_own(name: str | None, case: _Case) -> Report:
+    """Verify an engine of the user, by its name; None: the page of strategies/ that the job names."""
+    given, data = case.options["input_shape"], case.job.data
+    if name is None:
+        name = case.job.strategy
+        page = strategy_named(name)
+        if missing := [axis for axis in page.axes if axis not in case.mesh.axes]:
+            raise UsageError(f"--strategy {name} with --mesh {case.mesh}: it also needs the axes {', '.join(missing)}")
+        sizes = {"b": data.batch_size, "s": data.length, "d": WIDTH, "h": IMAGE[0], "w": IMAGE[1], "c": WIDTH}
+        shape = tuple(sizes[letter] for letter in page.sample.split())
+        make = partial(page, WIDTH, HEADS if "heads" in page.sizes else HIDDEN)
+    elif given:
+        make = code_named(name, "verify", named_in="")
+        shape = numbers_of(given, "--input-shape", "whole numbers, as in 16,8", 1)
+    else:
         raise UsageError(f"verify {name} needs --input-shape N,N,...: the shape of whole inputs, the batch first")
-    make = code_named(name, "verify", named_in="")
-    return _verify_constructed(
-        name, make, numbers_of(case.options["input_shape"], "--input-shape", "whole numbers, as in 16,8", 1), case
-    )
-
-
-def _verify_page(name: str, case: _Case) -> Report:
-    page = strategy_named(name)
-    if missing := [axis for axis in page.axes if axis not in case.mesh.axes]:
-        raise UsageError(f"--strategy {name} with --mesh {case.mesh}: it also needs the axes {', '.join(missing)}")
-    sizes = {"b": case.job.data.batch_size, "s": case.job.data.length, "d": WIDTH}
-    sizes |= {"h": IMAGE[0], "w": IMAGE[1], "c": WIDTH}
-    shape = tuple(sizes[letter] for letter in page.sample.split())
-    return _verify_constructed(name, partial(page, WIDTH, HEADS if "heads" in page.sizes else HIDDEN), shape, case)
-
-
-def _verify_constructed(name: str, make: Callable[..., Any], shape: tuple[int, ...], case: _Case) -> Report:
     engine, reference = engine_and_reference(make, case.mesh)
     check_mesh(name, engine, case.mesh, case.job.composition.mesh)
     no_batch: Any = None  # no step runs
@@ -235,7 +226,7 @@ def _verify_constructed(name: str, make: Callable[..., Any], shape: tuple[int, .
         engine,
         reference,
         shape,
-        micro_batches=case.job.data.micro_batches,
+        micro_batches=data.micro_batches,
         seed=case.job.model.seed,
         below=case.options["tokens"],
         classes=case.options["classes"],

@@ -46,19 +46,15 @@ def output_option() -> Option:
 
 
 def report(columns: Sequence[str], rows: Sequence[Sequence[str]], figures: Any, output: Path | None) -> None:
-    """Print the table, and write all ``figures`` to ``output``."""
-    print_table(columns, rows)
-    if output:
-        with output_file(output) as file:
-            file.write((json.dumps(figures, indent=1) + "\n").encode())
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table with numbers aligned to the right, at least 140 columns wide, also in a pipe."""
+    """Print the table, with numbers to the right and at least 140 columns also in a pipe; write ``figures`` to
+    ``output``."""
     console = Console(highlight=False)
     console.width = max(console.width, 140)
     first, *others = columns
     console.print(text_table([first, *(f">{name}" for name in others)], rows, edge=False))
+    if output:
+        with output_file(output) as file:
+            file.write((json.dumps(figures, indent=1) + "\n").encode())
 
 
 def spread(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
@@ -111,9 +107,9 @@ def mpiexec(ranks: int) -> list[str]:
 _SIZE = 1024
 
 
-def sgemm_peak(rounds: int = 20) -> float:
-    """Floating-point operations a second of one core's float32 matrix products: the best of ``rounds``."""
+def sgemm_peak() -> float:
+    """Floating-point operations a second of one core's float32 matrix products: the best of 20 turns."""
     a, b = (np.random.default_rng(seed).standard_normal((_SIZE, _SIZE)).astype(np.float32) for seed in (0, 1))
     out = np.empty_like(a)
     with threadpool_limits(1, "blas"):
-        return 2 * _SIZE**3 / min(turns_of(lambda: np.matmul(a, b, out=out), turns=rounds))
+        return 2 * _SIZE**3 / min(turns_of(lambda: np.matmul(a, b, out=out), turns=20))

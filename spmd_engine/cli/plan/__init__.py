@@ -12,13 +12,14 @@ import click
 from spmd_engine.arrays.precision import FLOATS
 from spmd_engine.axes import count_ranks
 from spmd_engine.cli.options import LongCommand, Quantity, options_of, rare_option, values_given
-from spmd_engine.cli.plan.page import print_comparison, print_fixed, print_plan, print_precisions
+from spmd_engine.cli.plan.page import print_comparison, print_explanation, print_fixed, print_plan, print_precisions
 from spmd_engine.cli.values import FILE, Choice, WholeNumber
 from spmd_engine.engine.state.assignment import parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.jobs.resolve import request_for, unplanned
 from spmd_engine.models.names import IMAGES
+from spmd_engine.planning.explain import explain
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
@@ -26,7 +27,7 @@ from spmd_engine.planning.planner import NOTHING_FITS, find_plan, fixed_plan, pl
 from spmd_engine.planning.search.rank_order import PLACEMENTS
 from spmd_engine.planning.search.search import GOALS, Limits
 from spmd_engine.planning.search.search_space import FIXABLE
-from spmd_engine.planning.simulator.check_prediction import compare_run
+from spmd_engine.planning.simulator.check_prediction import compare_run, trace_json
 from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
 from spmd_engine.units import BYTES, SECONDS, numbers_of
 
@@ -116,7 +117,12 @@ def plan(what: str | None, **options: Any) -> None:
     if what == "explain":
         if len(requests) > 1:
             raise UsageError(f"plan explain --precision {options['precision']}: it explains one plan; give one")
-        _explain(requests[0], options["as_json"])
+        subject, answers = explain(requests[0])
+        if options["as_json"]:
+            explained = {"question": "What is explained?", "answer": [subject], "data": requests[0].model.name}
+            click.echo(json.dumps([explained, *answers]))
+        else:
+            print_explanation(subject, answers)
         return
     results = [fixed_plan(request) if "mesh" in request.fixed else find_plan(request) for request in requests]
     result = min(results, key=lambda planned: planned.rank)
@@ -127,8 +133,6 @@ def plan(what: str | None, **options: Any) -> None:
         else:
             result.plan_file(values.get("model", TrainConfig().model.name)).write(options["output"])
     if options["timeline"] and result.evaluation is not None:
-        from spmd_engine.planning.simulator.check_prediction import trace_json
-
         with output_file(options["timeline"], "--timeline") as file:
             file.write(trace_json(result.evaluation.prediction, result.evaluation.analysis.axes).encode())
     if options["as_json"]:
@@ -148,20 +152,6 @@ def _needs(result: PlanResult) -> dict[str, Any]:
         return {"precision": result.precision, "reason": result.why_not}
     seconds, sent, memory = result.needs
     return {"precision": result.precision, "seconds": seconds, "bytes_sent": sent, "peak_bytes": memory}
-
-
-def _explain(request: Any, as_json: bool) -> None:
-    from spmd_engine.cli.plan.page import print_explanation
-    from spmd_engine.planning.explain import explain
-
-    if not request.ranks:
-        raise UsageError("plan explain needs --ranks N")
-    subject, answers = explain(request)
-    if as_json:
-        explained = {"question": "What is explained?", "answer": [subject], "data": request.model.name}
-        click.echo(json.dumps([explained, *answers]))
-    else:
-        print_explanation(subject, answers)
 
 
 def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
