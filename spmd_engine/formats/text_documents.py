@@ -297,19 +297,15 @@ def _opened(name: str) -> Iterator[Any]:
             raise (_no_utf8(name, error) if error.encoding == "utf-8" else error) from None
 
 
-def _gunzip(file: BinaryIO) -> Any:
-    return gzip.GzipFile(fileobj=file)
-
-
-def _unzstd(file: BinaryIO) -> Any:
-    return _pyarrow("a file compressed by zstd").CompressedInputStream(file, "zstd")
-
-
 def _pyarrow(what: str) -> Any:
     return library("pyarrow", f"{what} needs pyarrow", "data")
 
 
-_UNPACK: Mapping[str, Callable[[BinaryIO], Any]] = {".gz": _gunzip, ".zst": _unzstd}
+#: What reads a compressed file, by the ending of its name.
+_UNPACK: Mapping[str, Callable[[BinaryIO], Any]] = {
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".zst": lambda file: _pyarrow("a file compressed by zstd").CompressedInputStream(file, "zstd"),
+}
 
 
 class _Recoded(io.RawIOBase):

@@ -48,7 +48,9 @@ class JsonTokenizer(Tokenizer):
         a text that describes no tokenizer.
         """
         with reading(f"{where} describes no tokenizer", "; download the file again"):
-            self._inner = _parse(text, where)
+            tokenizers = tokenizers_library()
+            _check_merges(parse_json(text))
+            self._inner = tokenizers.Tokenizer.from_str(text)
             self._inner.no_padding()
             self._inner.no_truncation()
             self.vocabulary = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -139,13 +141,6 @@ _BYTES = {
 }
 
 
-def _parse(text: str, where: str) -> Any:
-    """The ``tokenizers`` library's tokenizer for a ``tokenizer.json``."""
-    library = tokenizers_library()
-    _check_merges(parse_json(text))
-    return library.Tokenizer.from_str(text)
-
-
 def _check_merges(described: Any) -> None:
     """Raise ValueError for merges that make the library abort the process: it removes the prefix of continued words
     from the second part of every merge without a check, even in the middle of a character."""
@@ -218,10 +213,7 @@ def tokenizer_of(files: Mapping[str, str], where: str, usual: Mapping[str, str |
 def _usual(kind: str, config: Mapping[str, Any], described: Iterable[Mapping[str, Any]]) -> dict[str, str | int]:
     """The special tokens of a class that ``config`` does not name; the model's configurations in ``described`` may name
     the end token, too."""
-    usual: dict[str, str | int] = {}
-    for name, text in USUAL.get(kind, {}).items():
-        if name not in config:
-            usual[name] = text
+    usual: dict[str, str | int] = {name: text for name, text in USUAL.get(kind, {}).items() if name not in config}
     for content in described:
         ends = content.get("eos_token_id")
         number = ends[0] if isinstance(ends, list) and ends else ends
@@ -307,17 +299,15 @@ def byte_level_json(vocabulary: str, merges: str, config: Mapping[str, Any], lib
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=spaced)
     tokenizer.decoder = library.decoders.ByteLevel()
     tokenizer.post_processor = library.processors.ByteLevel(trim_offsets=False)
-    named = [config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")]
-    texts = [token.get("content") if isinstance(token, Mapping) else token for token in named]
-    texts = [text for text in texts if isinstance(text, str) and tokenizer.token_to_id(text) is not None]
-    tokenizer.add_special_tokens([library.AddedToken(text, special=True) for text in dict.fromkeys(texts)])
+    named = (_content(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token"))
+    texts = dict.fromkeys(text for text in named if text and tokenizer.token_to_id(text) is not None)
+    tokenizer.add_special_tokens([library.AddedToken(text, special=True) for text in texts])
     return tokenizer.to_str()
 
 
 def remedy(folder: Path) -> str:
     """A hint for a folder with a tokenizer of another format; empty if there is none."""
-    others = ("tokenizer.model", "spiece.model", "vocab.txt", VOCABULARY)
-    for name in others:
+    for name in ("tokenizer.model", "spiece.model", "vocab.txt", VOCABULARY):
         if (folder / name).is_file():
             return (
                 f"; {name} is there instead: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of "

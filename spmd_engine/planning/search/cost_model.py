@@ -29,13 +29,12 @@ from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.engine import PassCache, kind_of
 from spmd_engine.planning.dry_run.step_analysis import Computation, HashedOnce, Phases, RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.estimate import Estimator
+from spmd_engine.planning.search.estimate import Estimator, Slots
 from spmd_engine.planning.search.layer_costs import LayerCosts, ShardedLayers, ZeroComm, between, repeated_layers
 from spmd_engine.planning.search.search_space import BATCH, PIPE, REPLICAS, STORED, SUMMED, Axes, Candidate, first_group
 from spmd_engine.planning.search.shares import stage_slowdowns
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
-from spmd_engine.planning.simulator.slots import Slots
 from spmd_engine.sharding import Layout
 
 #: Samples of a micro-batch per rank for which layers are dry run; other costs are interpolated linearly.
