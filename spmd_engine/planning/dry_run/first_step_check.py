@@ -127,10 +127,10 @@ def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | Non
 
     def predict() -> tuple[StepAnalysis, set[str]]:
         from spmd_engine.planning import analyze
-        from spmd_engine.planning.simulator.check_prediction import routed_labels
 
         shape = engine.model, engine.mesh.all_axes, job.composition
         options = {"layout": engine.layout, "nodes": engine.mesh.nodes_by_rank, "documents": workload.data.documents}
-        return analyze(*shape, **options, **step_of(job)), routed_labels(engine.model)
+        routed = {name for name, layer in engine.model.layers if "E" in layer.sizes}  # to experts, by values
+        return analyze(*shape, **options, **step_of(job)), routed
 
     return FirstStepCheck(engine, predict, enforced=enforced)

@@ -13,7 +13,6 @@ from typing import Any
 from spmd_engine.axes import count_ranks, position_of
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
-from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.machine.machine import Machine
@@ -45,11 +44,6 @@ def _sum(ledgers: Iterable[Sums]) -> dict[Line, tuple[int, float]]:
             calls_before, sent_before = sums.get(line, (0, 0))
             sums[line] = calls_before + calls, sent_before + sent
     return sums
-
-
-def routed_labels(model: Model) -> set[str]:
-    """The names of layers whose communication depends on values: those that route tokens to experts."""
-    return {name for name, layer in model.layers if "E" in layer.sizes}
 
 
 def differences(
