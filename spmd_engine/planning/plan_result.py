@@ -264,14 +264,10 @@ class PlanResult:
             return content | ({"nearest": self.nearest_evaluation.as_json()} if self.nearest_evaluation else {})
         request = self.request
         content = {"fits": True, "model": request.model.name, "machine": request.machine.name, "goal": request.goal}
-        if self.plan is not None:
-            content |= self.plan.as_json()
-        if self.composition is not None:
-            content |= {
-                "composition": self.composition.as_json(),
-                "micro_batches": self.micro_batches,
-                "batch_size": self.batch_size,
-            }
+        assert self.composition is not None
+        content |= {} if self.plan is None else self.plan.as_json()
+        sizes = {"micro_batches": self.micro_batches, "batch_size": self.batch_size}
+        content |= {"composition": self.composition.as_json(), **sizes}
         if self.plan is not None:
             content |= {
                 "reasons": list(self.reasons),

@@ -52,11 +52,6 @@ class Estimate:
         return self.evaluation is not None
 
     @property
-    def throughput(self) -> float:
-        """Samples a second."""
-        return self.candidate.batch_size / self.seconds
-
-    @property
     def bandwidth(self) -> float:
         """Bytes a second that a rank sends."""
         return self.sent / self.candidate.ranks / self.seconds
@@ -140,7 +135,7 @@ class Estimator:
             seconds += self._exposed_seconds(undivided, quickest * layers.before[:, -1:])
         elements = layers.own_elements / p
         kept = 0.0 if "activations" in self.candidate.places else layers.all_kept / p
-        return seconds + self._update_seconds(elements), elements * self._element_bytes() + kept
+        return seconds + self._update_seconds(elements), sum(self._stored_bytes(elements).values()) + kept
 
     def _disk_seconds(self, size: float, loaded: float = 0.0) -> float:
         """Seconds in which the ranks of a node each write ``size`` bytes and read them again, and read ``loaded``."""
@@ -149,10 +144,6 @@ class Estimator:
     def _contended_seconds(self, work: float) -> float:
         """The least seconds if each rank works for ``work`` seconds, where ranks share cores."""
         return work if self.node.cores is None else work * max(1.0, self.neighbours / self.node.cores)
-
-    def _element_bytes(self) -> float:
-        """Bytes that a rank stores between steps for each parameter."""
-        return sum(self._stored_bytes(1.0).values())
 
     # --- stages
 
@@ -194,7 +185,7 @@ class Estimator:
         kept_before = np.array([0.0, *np.cumsum(self.layers.kept)])
         first = np.maximum(np.arange(len(elements)) - self.candidate.overlap, 0)
         end = np.minimum(np.arange(len(elements)) + self.candidate.overlap, len(elements) - 1)
-        stored = self._element_bytes() * (elements[end][None, :] - elements[first][:, None])
+        stored = sum(self._stored_bytes(elements[end][None, :] - elements[first][:, None]).values())
         in_flight = (kept_before[None, :] - kept_before[:, None]) * ("activations" not in self.candidate.places)
 
         def fits(k: int) -> np.ndarray:

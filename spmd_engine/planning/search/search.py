@@ -35,7 +35,7 @@ def objective(goal: str, estimate: Estimate) -> tuple[float, ...]:
     """What a search minimizes for a goal, or for a limit, of LIMITS; the second number decides between equals."""
     return {
         "latency": (estimate.seconds, estimate.memory),
-        "throughput": (-estimate.throughput, estimate.memory),
+        "throughput": (-estimate.candidate.batch_size / estimate.seconds, estimate.memory),
         "memory": (estimate.memory, estimate.seconds),
         "balance": (round(estimate.imbalance, 2), estimate.seconds),
         "communication": (estimate.sent, estimate.seconds),
