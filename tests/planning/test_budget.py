@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from spmd_engine.cli.plan.page import print_plan
+from spmd_engine.cli.plan import print_plan
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.plan_result import Request
