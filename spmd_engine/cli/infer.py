@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 import click
 import numpy as np
@@ -118,7 +119,7 @@ Inputs = np.ndarray | ImageRows | list[np.ndarray]  #: an array, images, or the 
 
 def _samples(source: str, engine: ShardedEngine, run: str | None, checkpoint: str | None, job: TrainConfig) -> Inputs:
     """The images or texts in a file or folder, for a model of these. Prints what the rows are."""
-    if isinstance(engine, LayeredEngine) and _takes_images(engine):
+    if _takes_images(engine):
         images, notes = find_unlabelled(Path(source), engine.model.sample[-1] if engine.model.sample else 3)
         click.echo("; ".join([f"{source}: {len(images):,} images", *notes]), err=True)
         return images
@@ -175,10 +176,10 @@ def _pieces(inputs: Inputs, size: int | None, engine: ShardedEngine) -> Iterator
     step = size or len(inputs)
     for start in range(0, len(inputs), step):
         piece = inputs[start : start + step]
-        yield as_floats(piece, engine.dtype) if isinstance(engine, LayeredEngine) and _takes_images(engine) else piece
+        yield as_floats(piece, engine.dtype) if _takes_images(engine) else piece
 
 
-def _takes_images(engine: ShardedEngine) -> bool:
+def _takes_images(engine: ShardedEngine) -> TypeGuard[LayeredEngine]:
     return isinstance(engine, LayeredEngine) and engine.model.name in IMAGES
 
 

@@ -206,7 +206,12 @@ def tokenizer_of(files: Mapping[str, str], where: str, usual: Mapping[str, str |
     ``where``, if they are damaged."""
     config = _config(files, where)
     with reading(f"{where}: {CONFIG} beside it cannot be read", "; download the file again"):
-        chat, special, around = _settings(files, config)
+        chat = files.get(TEMPLATE, config.get("chat_template"))
+        if isinstance(chat, list):  # several templates by name
+            named = {entry.get("name"): entry.get("template") for entry in chat if isinstance(entry, Mapping)}
+            chat = named.get("default") or next(iter(named.values()), None)
+    special = {name: text for name, value in config.items() if name.endswith("_token") and (text := _content(value))}
+    around = {name: config[name] for name in AROUND if isinstance(config.get(name), bool)}
     return JsonTokenizer(files[TOKENIZER], where, chat_template=chat, special=special, around=around, usual=usual)
 
 
@@ -228,17 +233,6 @@ def _object(file: Path) -> Mapping[str, Any]:
     with suppress(UsageError):
         content = json_at(file) if file.is_file() else None
     return content if isinstance(content, Mapping) else {}
-
-
-def _settings(files: Mapping[str, str], config: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[str, bool]]:
-    """The chat template, the special tokens, and whether begin and end tokens are added around every text."""
-    chat = files.get(TEMPLATE, config.get("chat_template"))
-    if isinstance(chat, list):  # several templates by name
-        named = {entry.get("name"): entry.get("template") for entry in chat if isinstance(entry, Mapping)}
-        chat = named.get("default") or next(iter(named.values()), None)
-    special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and _content(value)}
-    around = {name: config[name] for name in AROUND if isinstance(config.get(name), bool)}
-    return chat, special, around
 
 
 def _config(files: Mapping[str, str], where: str) -> Mapping[str, Any]:

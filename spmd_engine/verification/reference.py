@@ -230,16 +230,12 @@ def engine_of_model(
         engine = build_engine(model, mesh, composition, device=device)
     else:
         engine, _ = open_pretrained(model, mesh, composition, device=device)
-    if model.lora is not None:
-        _draw_zeros(engine)
-    return engine
-
-
-def _draw_zeros(engine: LayeredEngine) -> None:
-    """Replace parameters that are initialized to zeros by random values."""
+    if model.lora is None:
+        return engine
     for name, target in engine.parameters.items():
         parameter, shape = engine.store.described[name]
         if parameter.mean == parameter.std == 0 and target.size:
             key = key_of(engine.seed, "verify", name)
             target += DEVIATION * normal(key, shape, engine.dtype, engine.index(name), engine.backend)
     engine.filled()
+    return engine

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, replace
 from functools import cached_property
 from math import exp, log
 
 import numpy as np
 
 from spmd_engine.arrays.precision import HALVES
-from spmd_engine.configuration import Configuration, setting
+from spmd_engine.configuration import Configuration, not_in_json, setting
 from spmd_engine.errors import UsageError
 from spmd_engine.units import BYTES
 
@@ -169,12 +169,14 @@ class Machine(Configuration):
     topology: Topology = Topology()
     fitted: Fitted = Fitted()
     source: str = ""  #: the source of the numbers
+    order: tuple[int, ...] = not_in_json(())  #: the ranks, if they are numbered in another order than node by node
 
     @cached_property
     def places(self) -> tuple[tuple[int, NodeKind], ...]:
         """For each rank: the number of its node, and that node."""
         nodes = enumerate(node for node in self.nodes for _ in range(node.count))
-        return tuple((number, node) for number, node in nodes for _ in range(node.ranks))
+        node_by_node = [(number, node) for number, node in nodes for _ in range(node.ranks)]
+        return tuple(node_by_node[rank] for rank in self.order or range(len(node_by_node)))
 
     @cached_property
     def node_numbers(self) -> np.ndarray:
@@ -228,8 +230,12 @@ class Machine(Configuration):
         """This machine with the nodes that ``ranks`` need; the last may be partly filled.
 
         A machine of one kind of nodes with ``count`` 0 has any number of nodes. Raises UsageError if the machine has
-        fewer ranks.
+        fewer ranks, or other ones in an order of its own.
         """
+        if self.order:
+            if ranks != self.ranks:
+                raise UsageError(f"machine {self.name} is in an order of {self.ranks} ranks, not of {ranks}")
+            return self
         unlimited = len(self.nodes) == 1 and self.nodes[0].count == 0
         if ranks > self.ranks and not unlimited:
             raise UsageError(f"machine {self.name} has {self.ranks} ranks, fewer than {ranks}: use fewer ranks")
@@ -248,8 +254,7 @@ class Machine(Configuration):
         positions = {rank: position for position, rank in enumerate(order)}
         pairs = {(positions[a], positions[b]): link for (a, b), link in self.pairs.items()}
         pairs = {(min(pair), max(pair)): link for pair, link in pairs.items()}
-        values = {entry.name: getattr(self, entry.name) for entry in fields(Machine)}
-        return PlacedMachine(**{**values, "pairs": pairs}, order=tuple(order))
+        return replace(self, pairs=pairs, order=tuple(order))
 
     def with_fitted(self, **values: float) -> Machine:
         """This machine with other fitted numbers."""
@@ -283,21 +288,3 @@ class Machine(Configuration):
         fitted = self.fitted
         reached = fitted.product_share * (flops / (flops + fitted.product_half) if fitted.product_half else 1.0)
         return self.peak(rank, dtype, flops) * reached
-
-
-@dataclass(frozen=True)
-class PlacedMachine(Machine):
-    """A machine whose ranks are numbered in another order than node by node: see ``Machine.placed``."""
-
-    order: tuple[int, ...] = ()
-
-    @cached_property
-    def places(self) -> tuple[tuple[int, NodeKind], ...]:
-        node_by_node = Machine.places.func(self)
-        return tuple(node_by_node[rank] for rank in self.order)
-
-    def with_ranks(self, ranks: int) -> Machine:
-        """This machine; raises UsageError for another number of ranks than it has."""
-        if ranks != self.ranks:
-            raise UsageError(f"machine {self.name} is in an order of {self.ranks} ranks, not of {ranks}")
-        return self

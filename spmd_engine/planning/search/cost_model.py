@@ -30,7 +30,7 @@ from spmd_engine.planning.dry_run.engine import PassCache, kind_of
 from spmd_engine.planning.dry_run.step_analysis import Computation, HashedOnce, Phases, RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimator, Slots
-from spmd_engine.planning.search.layer_costs import LayerCosts, ShardedLayers, ZeroComm, between, repeated_layers
+from spmd_engine.planning.search.layer_costs import LayerCosts, ShardedLayers, ZeroComm, between
 from spmd_engine.planning.search.search_space import BATCH, PIPE, REPLICAS, STORED, SUMMED, Axes, Candidate, first_group
 from spmd_engine.planning.search.shares import stage_slowdowns
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes
@@ -107,10 +107,8 @@ class CostModel:
             self._refusal = error
             return None
         self._estimates_anything = True
-        recompute = candidate.recompute
-        repeated = self.once(("repeated", recompute), lambda: repeated_layers(self.model, recompute))
-        key = "layers", id(costs), recompute
-        layers = self.once(key, lambda: ShardedLayers(self.model, costs, repeated))
+        key = "layers", id(costs), candidate.recompute
+        layers = self.once(key, lambda: ShardedLayers(self.model, costs, candidate.recompute))
         _, stored, _, _ = self.groups(candidate.axes)
         # a bound on work does not bound what hides ZeRO's gathers; ZeRO-1 sends nothing per micro-batch
         if first or candidate.zero < 2 or len(stored) == 1 or self.is_by_copy(candidate):
