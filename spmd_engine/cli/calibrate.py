@@ -36,7 +36,6 @@ from spmd_engine.training.workload import make_trainer, open_workload
 @click.option("--output", type=FILE, help="File to write. [default: the file that 'plan' reads]")
 @click.option(
     "--seconds",
-    metavar="TIME",
     type=Quantity(units.SECONDS),
     default=SECONDS,
     help="Time to measure matrix products and memory, from 1s to 10min.",

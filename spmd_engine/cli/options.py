@@ -103,10 +103,8 @@ _ALL = f"{__name__}.all"  #: a key of click's context: whether the whole help is
 class Quantity(click.ParamType):
     """Bytes or seconds, with a unit: ``2GiB``, ``100ms``; or bytes a second, ``1GB/s``."""
 
-    name = "quantity"
-
     def __init__(self, unit: str) -> None:
-        self.unit = unit
+        self.unit, self.name = unit, "size" if unit == BYTES else "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if not isinstance(value, str):

@@ -55,14 +55,12 @@ _SIZE, _TIME = Quantity(BYTES), Quantity(SECONDS)
     help="Samples a step, over all ranks; the best of several. [default: 16; images: 64]",
 )
 @click.option("--goal", type=Choice(GOALS), default="latency", help="What to optimize.")
-@click.option(
-    "--memory", metavar="SIZE", type=_SIZE, help="Most memory of a rank, such as 24GiB. [default: as the machine has]"
-)
-@click.option("--latency", metavar="TIME", type=_TIME, help="Longest step, such as 100ms.")
-@rare_option("--bandwidth", metavar="SIZE", type=_SIZE, help="Most that a rank sends a second, such as 1GB/s.")
-@rare_option("--compute", metavar="TIME", type=_TIME, help="Longest computation of a rank in a step.")
+@click.option("--memory", type=_SIZE, help="Most memory of a rank, such as 24GiB. [default: as the machine has]")
+@click.option("--latency", type=_TIME, help="Longest step, such as 100ms.")
+@rare_option("--bandwidth", type=_SIZE, help="Most that a rank sends a second, such as 1GB/s.")
+@rare_option("--compute", type=_TIME, help="Longest computation of a rank in a step.")
 @click.option("--fewer", is_flag=True, help="Consider fewer ranks, too.")
-@rare_option("--seconds", metavar="TIME", type=_TIME, default=20.0, help="Time for the search.")
+@rare_option("--seconds", type=_TIME, default=20.0, help="Time for the search.")
 @rare_option(
     "--placement",
     type=Choice(PLACEMENTS),
