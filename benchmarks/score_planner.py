@@ -305,7 +305,7 @@ def told(name: str, errors: Iterable[float]) -> None:
 
 def score_all_reduce(rows: Sequence[Row], _: argparse.Namespace) -> None:
     """Score all_reduce in an A100 node; ``link_share`` and ``wait_seconds`` are fitted to a quarter of the rows."""
-    from spmd_engine.planning.simulator.collective_time import CollectiveTimes
+    from spmd_engine.planning.simulator.times import CollectiveTimes
 
     rows = [row for row in rows if row["gpu"] == "a100"]
     fitting = [row for row in rows if share(row) < 0.25]

@@ -26,7 +26,7 @@ from spmd_engine.planning.machine.files import calibrated_file, read_machine, to
 from spmd_engine.planning.machine.machine import Fitted, Machine
 from spmd_engine.planning.machine.measure import IDLE, SECONDS, measure_machine, share_of_cores
 from spmd_engine.planning.machine.product_choice import choose_products
-from spmd_engine.planning.simulator.compute_time import ComputeTimes
+from spmd_engine.planning.simulator.times import ComputeTimes
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training import TrainConfig, Trainer
 from spmd_engine.training.workload import make_trainer, open_workload

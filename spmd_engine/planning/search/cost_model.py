@@ -33,8 +33,7 @@ from spmd_engine.planning.search.estimate import Estimator, Slots
 from spmd_engine.planning.search.layer_costs import LayerCosts, ShardedLayers, ZeroComm, between
 from spmd_engine.planning.search.search_space import BATCH, PIPE, REPLICAS, STORED, SUMMED, Axes, Candidate, first_group
 from spmd_engine.planning.search.shares import stage_slowdowns
-from spmd_engine.planning.simulator.collective_time import CollectiveTimes
-from spmd_engine.planning.simulator.compute_time import ComputeTimes
+from spmd_engine.planning.simulator.times import CollectiveTimes, ComputeTimes
 from spmd_engine.sharding import Layout
 
 #: Samples of a micro-batch per rank for which layers are dry run; other costs are interpolated linearly.

@@ -22,8 +22,8 @@ from spmd_engine.engine.schedules.schedule import Backward, BackwardInput, Backw
 from spmd_engine.engine.state.array_table import GRADIENT, USED, array_table
 from spmd_engine.planning.search.layer_costs import ShardedLayers, StageSums
 from spmd_engine.planning.search.search_space import STORED, Candidate
-from spmd_engine.planning.simulator.collective_time import Duration
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, peak_memory
+from spmd_engine.planning.simulator.times import Duration
 
 if TYPE_CHECKING:
     from spmd_engine.planning.search.cost_model import CostModel

@@ -14,7 +14,7 @@ from spmd_engine.engine.pipeline import Recompute, segments
 from spmd_engine.engine.zero.reducer import IN_FLIGHT
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import HashedOnce
-from spmd_engine.planning.simulator.collective_time import CollectiveTimes
+from spmd_engine.planning.simulator.times import CollectiveTimes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.improve import Budget, Score, improved
 from spmd_engine.planning.search.placement import Tasks, annealed, assigned, bytes_between, evolved, first_fit
-from spmd_engine.planning.simulator.compute_time import ComputeTimes
+from spmd_engine.planning.simulator.times import ComputeTimes
 
 Order = tuple[int, ...]  #: the rank of the machine at each position of the mesh
 

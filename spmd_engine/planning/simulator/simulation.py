@@ -19,8 +19,7 @@ from spmd_engine.axes import count_ranks, position_of
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.step_analysis import Communication, HashedOnce, Phases, RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.simulator.collective_time import CollectiveTimes, Duration
-from spmd_engine.planning.simulator.compute_time import ComputeTimes
+from spmd_engine.planning.simulator.times import CollectiveTimes, ComputeTimes, Duration
 from spmd_engine.training.trace import COMMUNICATION, COMPUTE, TimedSpan
 
 # --- Matching: which call each communication of a simulated rank belongs to

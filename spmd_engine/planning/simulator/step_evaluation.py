@@ -16,8 +16,6 @@ from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.rank_classes import slot_table_bytes
 from spmd_engine.planning.dry_run.step_analysis import RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.simulator.collective_time import CollectiveTimes
-from spmd_engine.planning.simulator.compute_time import ComputeTimes
 from spmd_engine.planning.simulator.simulation import (
     BEGIN,
     WAIT,
@@ -28,6 +26,7 @@ from spmd_engine.planning.simulator.simulation import (
     program_of,
     simulate,
 )
+from spmd_engine.planning.simulator.times import CollectiveTimes, ComputeTimes
 
 # --- How fast a step could be with its communication in the best order, in chunks of any size
 #
