@@ -29,7 +29,7 @@ from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.planner import NOTHING_FITS, find_plan, fixed_plan, planned_model
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.rank_order import PLACEMENTS
+from spmd_engine.planning.search.placement import PLACEMENTS
 from spmd_engine.planning.search.search import GOALS, Limits, thinned
 from spmd_engine.planning.search.search_space import FIXABLE, Candidate, across_nodes, broken_choices
 from spmd_engine.planning.simulator.check_prediction import TraceComparison, compare_run, trace_json

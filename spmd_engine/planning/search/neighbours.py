@@ -17,7 +17,7 @@ from spmd_engine.engine.state.assignment import BATCH, divide
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimate, best_division
 from spmd_engine.planning.search.improve import improved
-from spmd_engine.planning.search.rank_order import Order, RankOrders, best_orders, proposed_orders
+from spmd_engine.planning.search.placement import Order, RankOrders, best_orders, proposed_orders
 from spmd_engine.planning.search.search import SHOWN_PLANS, Limits, objective, search
 from spmd_engine.planning.search.search_space import (
     FIXABLE,
