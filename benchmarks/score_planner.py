@@ -35,8 +35,7 @@ from score_columns import Columns, TransformerRun
 
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import GPTSize, Model, gpt
-from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.machine.machine import Machine, read_machine
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.search_space import Candidate
 

@@ -35,8 +35,7 @@ from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.analyze import synthetic_batch
-from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
-from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.machine.machine import Machine, parse_machine, read_machine, toml_of
 from spmd_engine.planning.machine.measure import measure_machine
 from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.training import Trainer

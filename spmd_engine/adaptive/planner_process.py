@@ -31,8 +31,7 @@ from spmd_engine.engine.reshape import Shape, ShapeRequest
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import MOST_OF_REQUEST, parse_json, reading
-from spmd_engine.planning.machine.files import default_machine, read_machine
-from spmd_engine.planning.machine.machine import Curve, Machine
+from spmd_engine.planning.machine.machine import Curve, Machine, default_machine, read_machine
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search.search_space import axes_that_shard

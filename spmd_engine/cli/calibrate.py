@@ -22,8 +22,7 @@ from spmd_engine.engine import AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.planning import analyze
-from spmd_engine.planning.machine.files import calibrated_file, read_machine, toml_of
-from spmd_engine.planning.machine.machine import Fitted, Machine
+from spmd_engine.planning.machine.machine import Fitted, Machine, calibrated_file, read_machine, toml_of
 from spmd_engine.planning.machine.measure import IDLE, SECONDS, measure_machine, share_of_cores
 from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.planning.simulator.times import ComputeTimes

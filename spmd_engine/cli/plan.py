@@ -24,8 +24,7 @@ from spmd_engine.jobs.resolve import request_for, unplanned
 from spmd_engine.models.names import IMAGES
 from spmd_engine.observability.render import print_picture, text_table
 from spmd_engine.planning.explain import explain
-from spmd_engine.planning.machine.files import default_machine
-from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.machine.machine import Machine, default_machine
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.planner import NOTHING_FITS, find_plan, fixed_plan, planned_model
 from spmd_engine.planning.search.estimate import Estimate

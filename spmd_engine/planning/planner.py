@@ -22,8 +22,7 @@ from spmd_engine.models import GPTSize, Model, decoder, gpt, names
 from spmd_engine.models.hf.read_config import read_config
 from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.user_code import is_code
-from spmd_engine.planning.machine.files import default_machine
-from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.machine.machine import Machine, default_machine
 from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.neighbours import with_less_memory

@@ -8,7 +8,7 @@ import pytest
 
 from spmd_engine.cli.plan import print_plan
 from spmd_engine.models import GPTSize, gpt
-from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import read_machine
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search import plan_search as module

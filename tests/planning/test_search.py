@@ -13,7 +13,7 @@ from spmd_engine.engine.schedules.schedule import makespan, peak_activations, ti
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze, plan
-from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import read_machine
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Slots, best_division

@@ -80,7 +80,7 @@ class FirstStepCheck(Hook):
 
     def _judge(self, made: list, measured: list, seconds: float) -> dict[str, Any]:
         """The first difference, if any, and the facts for ``metrics.jsonl``. Only rank 0 imports the planner."""
-        from spmd_engine.planning.machine.files import default_machine
+        from spmd_engine.planning.machine.machine import default_machine
         from spmd_engine.planning.simulator import check_prediction as check
         from spmd_engine.planning.simulator.simulation import simulate
 

@@ -14,8 +14,7 @@ from spmd_engine.axes import count_ranks, position_of
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
-from spmd_engine.planning.machine.files import default_machine
-from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.machine.machine import Machine, default_machine
 from spmd_engine.planning.simulator.simulation import Prediction
 from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.training import TrainConfig
