@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
-from spmd_engine.cli.values import WholeRange
+from spmd_engine.cli.values import FILE, WholeRange
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.observability.render import text_table
@@ -31,18 +31,16 @@ def count_option(name: str, default: int, least: int = 1) -> Option:
     return click.option(f"--{name}", type=WholeRange(min=least), default=default)
 
 
-def output_option() -> Option:
-    """``--output``, checked before anything is measured."""
-
-    def check(_, __, output: Path | None) -> Path | None:
-        if output and not output.parent.is_dir():
+def _check_output(_, __, output: Path | None) -> Path | None:
+    """Check ``--output`` before anything is measured."""
+    if output:
+        check_ending("--output", output, ".json")
+        if not output.parent.is_dir():
             raise UsageError(f"--output {output}: there is no such folder")
-        if output:
-            check_ending("--output", output, ".json")
-        return output
+    return output
 
-    path = click.Path(path_type=Path, dir_okay=False)
-    return click.option("--output", type=path, callback=check, help="A JSON file for all figures.")
+
+output_option = click.option("--output", type=FILE, callback=_check_output, help="A JSON file for all figures.")
 
 
 def report(columns: Sequence[str], rows: Sequence[Sequence[str]], figures: Any, output: Path | None) -> None:
