@@ -204,7 +204,8 @@ class Pair:
 
         Arrays between layers are compared only if another tensor differs: they never differ alone.
         """
-        at_once = [tensor for tensor in tensors if not _is_between_layers(tensor)]
+        between = OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT
+        at_once = [tensor for tensor in tensors if tensor.kind not in between or not tensor.layer]
         measured = measure(self.world, at_once)
         off = [measurement for measurement in measured if measurement.is_off(self.tolerance)]
         if not off:
@@ -355,10 +356,6 @@ def _words(tensor: ComparedTensor) -> str:
 
 def _key(tensor: ComparedTensor) -> str:
     return f"{tensor.kind} {tensor.name} {tensor.micro_batch}"
-
-
-def _is_between_layers(tensor: ComparedTensor) -> bool:
-    return tensor.kind in (OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT) and bool(tensor.layer)
 
 
 def _check_names(engine: ShardedEngine, reference: ShardedEngine) -> None:

@@ -157,7 +157,9 @@ class Estimator:
             return (0,)
         if self.candidate.stages is not None:
             return self.candidate.stages
-        chunks, hops = self.pipe * self.candidate.chunks, self._boundary_seconds()
+        chunks, hops = self.pipe * self.candidate.chunks, [0.0] * len(self.layers)
+        if self._message_time(1.0).works:  # a boundary before a layer costs the ranks on both sides
+            hops[1:] = [2 * self._message_time(layer.output).seconds for layer in self.layers.costs[:-1]]
         work = self.layers.work
         slowdowns = () if self.slowdowns is None else tuple(self.slowdowns.tolist()) * self.candidate.chunks
         key = "division", id(self.layers), chunks, hops[-1], self.next_stage, slowdowns
@@ -169,12 +171,6 @@ class Estimator:
         if all(room(k)[start, end] for k, (start, end) in enumerate(zip(starts, ends, strict=True))):
             return starts
         return best_division(work.tolist(), chunks, boundary=hops, fits=room, slowdowns=slowdowns)
-
-    def _boundary_seconds(self) -> list[float]:
-        """Seconds that a stage boundary before each layer costs both stages, if ranks move the bytes themselves."""
-        if not self._message_time(1.0).works:
-            return [0.0] * len(self.layers)
-        return [0.0, *(2 * self._message_time(layer.output).seconds for layer in self.layers.costs[:-1])]
 
     def _message_time(self, size: float) -> Duration:
         """The duration of a message between neighbouring stages."""
