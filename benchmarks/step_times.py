@@ -96,7 +96,9 @@ def measure(name: str, seconds: float) -> float:
     model, axes, options, micro_batches = named()[name]
     with Mesh(**parse_axes(axes)) as mesh:
         engine = build_engine(ModelConfig(model), mesh, ParallelConfig(**options))
-        batch = synthetic_batch(engine.model, engine, BATCHES[model], micro_batches, None, dtype=engine.dtype, real=True)
+        batch = synthetic_batch(
+            engine.model, engine, BATCHES[model], micro_batches, None, dtype=engine.dtype, real=True
+        )
         trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-4, step_metrics=False)
         turns: list[float] = []
         for number in range(10_000):
