@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -107,13 +108,11 @@ class _Explainer:
         """The largest number from ``start`` on that fits, by doubling and bisection; 0 if none."""
         if not fits(start):
             return 0
-        low, high = start, start * 2
-        while high <= most and fits(high):
-            low, high = high, high * 2
-        while high - low > max(start // 2, 1):
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        low = start
+        while low * 2 <= most and fits(low * 2):
+            low *= 2
+        numbers = range(low, low * 2, max(start // 2, 1))
+        return numbers[bisect_left(numbers, True, key=lambda number: not fits(number)) - 1]
 
     # --- the answers
 

@@ -30,8 +30,7 @@ from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.placement import PLACEMENTS
-from spmd_engine.planning.search.reasons import MORE, Conflict
-from spmd_engine.planning.search.search import GOALS, Limits, SearchResult
+from spmd_engine.planning.search.search import GOALS, MORE, Conflict, Limits, SearchResult
 from spmd_engine.planning.search.search_space import FIXABLE, axes_that_shard
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
 from spmd_engine.planning.simulator.step_picture import draw_step

@@ -27,8 +27,7 @@ from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.neighbours import with_less_memory
 from spmd_engine.planning.search.plan_search import PlanSearch
-from spmd_engine.planning.search.reasons import Conflict
-from spmd_engine.planning.search.search import Limits, SearchResult
+from spmd_engine.planning.search.search import Conflict, Limits, SearchResult
 from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, evaluate_step, peak_memory
 

@@ -22,8 +22,7 @@ from spmd_engine.planning.planner import find_plan, fixed_plan, planned_model
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.plan_search import PlanSearch, evaluate_plan
-from spmd_engine.planning.search.reasons import gains
-from spmd_engine.planning.search.search import Limits
+from spmd_engine.planning.search.search import Limits, gains
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
 from spmd_engine.planning.simulator.check_prediction import steps_of
 from spmd_engine.units import readable_bytes

@@ -18,8 +18,16 @@ from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Slots, best_division
 from spmd_engine.planning.search.improve import Budget
-from spmd_engine.planning.search.reasons import Constraints, conflict_of
-from spmd_engine.planning.search.search import GOALS, Limits, objective, objective_bound, pareto, search
+from spmd_engine.planning.search.search import (
+    GOALS,
+    Constraints,
+    Limits,
+    conflict_of,
+    objective,
+    objective_bound,
+    pareto,
+    search,
+)
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, across_nodes, candidates
 
 

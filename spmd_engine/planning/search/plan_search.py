@@ -27,12 +27,15 @@ from spmd_engine.planning.search import neighbours
 from spmd_engine.planning.search.cost_model import with_even_vocabulary
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.improve import SIMULATION, Budget, OutOfTime, improved
-from spmd_engine.planning.search.reasons import Conflict, Constraints, conflict_of, gains
 from spmd_engine.planning.search.search import (
     LIMITS,
     SHOWN_PLANS,
+    Conflict,
+    Constraints,
     Limits,
     SearchResult,
+    conflict_of,
+    gains,
     objective,
     pareto,
     search,
