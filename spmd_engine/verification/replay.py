@@ -278,7 +278,7 @@ class _ComparedArray:
         return [self._repair((Finding(Cause.FIRST, text),), sharding) for sharding in self.runs[self.first].shards]
 
     def _repair(self, findings: tuple[Finding, ...], sharding: tuple[Axes, ...]) -> Repair:
-        # of each run, the blocks that are right, or those of this sharding, or those of any sharding
+        # the blocks of each run that are right, or those of this sharding, or those of any sharding
         runs = [run.right or run.shards.get(sharding) or next(iter(run.shards.values())) for run in self.runs]
         values = {blocks[0].rank: [block.expected for block in blocks] for blocks in zip(*runs, strict=True)}
         return Repair(self.name, findings, values)
