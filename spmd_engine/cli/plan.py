@@ -23,17 +23,15 @@ from spmd_engine.files import check_ending, output_file
 from spmd_engine.jobs.resolve import request_for, unplanned
 from spmd_engine.models.names import IMAGES
 from spmd_engine.observability.render import print_picture, text_table
-from spmd_engine.planning.explain import explain
 from spmd_engine.planning.machine.machine import Machine, default_machine
-from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request
-from spmd_engine.planning.planner import NOTHING_FITS, find_plan, fixed_plan, planned_model
+from spmd_engine.planning.plan_result import FALLBACKS, PlanResult, Request, draw_step
+from spmd_engine.planning.planner import NOTHING_FITS, explain, find_plan, fixed_plan, planned_model
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.placement import PLACEMENTS
 from spmd_engine.planning.search.search import GOALS, Limits, thinned
 from spmd_engine.planning.search.search_space import FIXABLE, Candidate, across_nodes, broken_choices
 from spmd_engine.planning.simulator.check_prediction import TraceComparison, compare_run, trace_json
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
-from spmd_engine.planning.simulator.step_picture import draw_step
 from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
 from spmd_engine.units import BYTES, SECONDS, numbers_of, readable_bytes, readable_seconds
 
