@@ -247,10 +247,8 @@ def _pieces(
 
 def _rows_in(name: str, rows: Callable, columns: Columns | None, span: tuple[int, int] | None, parse: bool) -> Rows:
     with _opened(name) as file:
-        if rows is _json_lines:
-            yield from _json_lines(file, name, columns, span or (0, ALL), parse)
-        else:
-            yield from rows(file, name, columns)
+        part = (span or (0, ALL), parse) if rows is _json_lines else ()
+        yield from rows(file, name, columns, *part)
 
 
 def _is_plain(name: str) -> bool:

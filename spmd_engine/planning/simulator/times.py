@@ -311,8 +311,7 @@ class GroupLinks:
     @cached_property
     def nodes(self) -> Counter[int]:
         """The number of ranks on each node."""
-        numbers, counts = np.unique(self._node_numbers, return_counts=True)
-        return Counter(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
+        return Counter(self._node_numbers.tolist())
 
     @cached_property
     def _node_numbers(self) -> np.ndarray:
