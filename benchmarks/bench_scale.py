@@ -182,7 +182,7 @@ def parts_of(size: int) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any]
 @click.command()
 @click.option("--ranks", default="64,1024,4096,16384", show_default=True, help="Numbers of ranks.")
 @count_option("rounds", 3)
-@output_option()
+@output_option
 def scale(ranks: str, rounds: int, output: Path | None) -> None:
     """Time and count what one rank does, for several numbers of ranks."""
     sizes = [int(size) for size in ranks.split(",")]

@@ -250,7 +250,7 @@ ROOMS = {
     "uneven stages and shares": (
         r"uneven",
         """
-        adaptive/candidates.py axes.py checkpoints/load_in_place.py cli/plan/page.py comm/views.py
+        adaptive/candidates.py axes.py checkpoints/load_in_place.py cli/plan.py comm/views.py
         engine/parallel_config.py engine/state/assignment.py engine/state/engine_state.py engine/uneven_stages.py
         models/layouts.py planning/dry_run/analyze.py planning/dry_run/model_shards.py planning/dry_run/rank_classes.py
         planning/search/neighbours.py planning/search/plan_search.py

@@ -176,7 +176,7 @@ def request_for(job: TrainConfig, model: Model, machine: Machine, ranks: Sequenc
 
 def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Plan the composition on rank 0, and return it as JSON."""
-    from spmd_engine.planning.machine.files import default_machine
+    from spmd_engine.planning.machine.machine import default_machine
     from spmd_engine.planning.planner import find_plan
     from spmd_engine.units import readable_bytes, readable_seconds
 

@@ -180,7 +180,7 @@ def test_what_is_said_of_trusted_code_cannot_control_a_terminal(planted, capsys)
 
 
 def test_the_experts_of_a_run_are_shown_if_the_user_names_its_code(planted, here, monkeypatch):
-    monkeypatch.setattr("spmd_engine.cli.show.mean_loads", lambda folder, steps: {})
+    monkeypatch.setattr("spmd_engine.observability.shardings.mean_loads", lambda folder, steps: {})
     for named in [], JOB:
         assert "a file never makes code run" in here("show", "experts", *RUN, *named)[2] and not os.path.exists("ran")
     assert "has no layer with experts" in here("show", "experts", *RUN, "--model", NAME)[2]
