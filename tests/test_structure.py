@@ -80,7 +80,7 @@ STATE = {
     "configuration.py: _types": "the cache of a pure function",
     "configuration.py: _checked_default": "the cache of a pure function",
     "configuration.py: _type": "the cache of a pure function",
-    "checkpoints/format/manifest.py: _wrong_with": "the cache of a pure function",
+    "checkpoints/format/blocks.py: _name_of": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",
     "sharding/placement.py: along": "the cache of a pure function, for one call of another",
     "sharding/routes.py: _parts": "the cache of a pure function",
