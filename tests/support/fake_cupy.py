@@ -203,7 +203,7 @@ def finish(work: threading.Event) -> None:
 
     Meanwhile the host would go on, to its next wait, in which this rank's other calls advance.
     """
-    until = monotonic() + 20
+    until = monotonic() + 100
     while not work.wait(2e-3):
         rank = current_thread_communicator()
         for operation in tuple(rank.progress._pending) if rank is not None else ():
