@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import ulp
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.axes import MeshPosition, Over, axes_text, checked_axes, count_ranks, rank_grid
 from spmd_engine.comm.communicators.communicator import Communicator
@@ -160,6 +162,11 @@ class Mesh(Collectives, MeshPosition):
 
     others: OtherRanks  #: the ranks of the job that are not on the mesh, if there are any
 
+    @checked(
+        {"timeout": ulp(0)},
+        comm="axes by name, as in Mesh(data=2, model=2)",
+        timeout="seconds above 0, or None to wait for ever",
+    )
     def __init__(
         self,
         comm: Communicator | None = None,
@@ -172,10 +179,6 @@ class Mesh(Collectives, MeshPosition):
         order: Sequence[int] | None = None,
         **axes: int | Sequence[int],
     ) -> None:
-        if comm is not None and not isinstance(comm, Communicator):
-            raise MeshError(f"Mesh({comm!r}): give axes by name, as in Mesh(data=2, model=2)")
-        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-            raise MeshError(f"Mesh: timeout is {timeout!r}; give seconds above 0, or None to wait for ever")
         self.comm = comm if comm is not None else world()
         self.others = OtherRanks(self.comm)
         self.axes = self.all_axes = checked_axes(axes or {"data": self.comm.size})
