@@ -28,7 +28,7 @@ from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER, RESIDUES, 
 from spmd_engine.checkpoints.load_in_place import Wanted, parts_of_rank
 from spmd_engine.checkpoints.save import FILE, assign_blocks, files_of, residue_plans
 from spmd_engine.cli.bench.measuring import count_option, output_option, report
-from spmd_engine.comm.agreement.joining import gather_texts
+from spmd_engine.comm.agreement.signature import gather_texts
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
@@ -202,7 +202,7 @@ def parts_of(size: int) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any]
 @click.command()
 @click.option("--ranks", default="64,1024,4096,16384", show_default=True, help="Numbers of ranks.")
 @count_option("rounds", 3)
-@output_option()
+@output_option
 def scale(ranks: str, rounds: int, output: Path | None) -> None:
     """Time and count what one rank does, for several numbers of ranks."""
     sizes = [int(size) for size in ranks.split(",")]

@@ -256,15 +256,11 @@ def _first_holders(shape: tuple[int, ...], held: Sequence[Rectangles]) -> tuple[
 
 def _with_halo(block: Rectangle, shape: Sequence[int], around: Sequence[Interval]) -> Rectangle:
     """A block with its halo; the block itself if it is empty along a dim that has a halo."""
-    if any(a == b and any(widths) for (a, b), widths in zip(_sides(block), around, strict=True)):
+    if any(a == b and any(widths) for a, b, widths in zip(block.start, block.stop, around, strict=True)):
         return block
     start = tuple(max(0, a - before) for a, (before, _) in zip(block.start, around, strict=True))
     ends = zip(block.stop, around, shape, strict=True)
     return Rectangle(start, tuple(min(length, b + behind) for b, (_, behind), length in ends))
-
-
-def _sides(rectangle: Rectangle) -> list[Interval]:
-    return list(zip(rectangle.start, rectangle.stop, strict=True))
 
 
 # --- Placements from communication: every rank describes what it holds of all arrays at once

@@ -298,7 +298,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path, monkeypatch, v
 
 def test_a_background_save_sees_no_later_step(tmp_path, monkeypatch):
     go, real = threading.Event(), write_files
-    monkeypatch.setattr("spmd_engine.checkpoints.save.write_files", lambda *args: go.wait(30) and real(*args))
+    monkeypatch.setattr("spmd_engine.checkpoints.save.write_files", lambda *args: go.wait(200) and real(*args))
 
     def program():
         with Mesh(data=2) as mesh:
