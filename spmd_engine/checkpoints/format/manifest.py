@@ -57,6 +57,7 @@ class Pieces:
 
     def __init__(self, bounds: np.ndarray, ranks: np.ndarray) -> None:
         self.bounds, self.ranks = bounds, ranks
+        self._in_file: dict[tuple[int, int | None], tuple[int, int]] = {}
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -69,8 +70,10 @@ class Pieces:
 
     def in_file(self, rank: int, end: int | None = None) -> tuple[int, int]:
         """How many elements, and how many pieces, a rank writes, of all pieces or of those before number ``end``."""
-        mine = self.ranks[:end] == rank
-        return int(self.sizes[:end][mine].sum()), int(np.count_nonzero(mine))
+        if (rank, end) not in self._in_file:  # equal arrays ask for the same
+            mine = self.ranks[:end] == rank
+            self._in_file[rank, end] = int(self.sizes[:end][mine].sum()), int(np.count_nonzero(mine))
+        return self._in_file[rank, end]
 
 
 def file_name(section: str, rank: int) -> str:
@@ -240,13 +243,16 @@ class Section(Mapping[str, StoredArray]):
         sha256 = self.files.sha256[64 * number :][:64]
         return StoredFile(file_name(self.name, rank), end, blocks, sha256, self._hashes.get(rank))
 
-    def check(self, where: str) -> None:
-        """Raise CheckpointError unless each array has each element once, in a file."""
+    def check(self, where: str, sound: set[tuple[int, tuple[int, ...]]]) -> None:
+        """Raise CheckpointError unless each array has each element once, in a file.
+
+        ``sound`` has the pieces, by ``id``, and the shapes that are known to fit each other.
+        """
         for ranks, order in ((None, self.shared), *self.own):
-            alike = {(id(pieces), shape): (name, pieces) for name, (shape, _, pieces) in order.arrays.items()}
-            for (_, shape), (name, pieces) in alike.items():
-                if fault := _wrong_with(shape, pieces.bounds):
+            for name, (shape, _, pieces) in order.arrays.items():
+                if (id(pieces), shape) not in sound and (fault := _wrong_with(shape, pieces.bounds)):
                     raise CheckpointError(f"{where} {name}{list(shape)}: {fault}")
+                sound.add((id(pieces), shape))
             for pieces in order.pieces:
                 writers = pieces.ranks if ranks is None else np.array(ranks, np.int64)[: len(pieces.ranks) * len(ranks)]
                 places = np.searchsorted(self.files.ranks, writers)
@@ -337,8 +343,9 @@ class Manifest:
             raise refuse(f"{type(error).__name__}: {error}") from error
         if MODEL not in manifest.sections:
             raise refuse(f"it has no section {MODEL!r}")
+        sound: set[tuple[int, tuple[int, ...]]] = set()  # most arrays share theirs with others
         for section in manifest.sections.values():
-            section.check(f"{where}: {section.name}")
+            section.check(f"{where}: {section.name}", sound)
         return manifest
 
     def file_names(self, part: slice = slice(None)) -> list[str]:
@@ -437,7 +444,7 @@ def _pieces(content: Any, version: int) -> Pieces:
 def _shape(shape: Any, dtype: Any) -> tuple[int, ...]:
     if dtype not in DTYPES:
         raise ValueError(f"a dtype {dtype!r}")
-    shape = tuple(_numbers(shape).tolist())
+    shape = tuple(map(_whole_number, shape))
     if len(shape) > _MOST_DIMS or prod(shape) >= _LARGEST:
         raise ValueError(f"an array of shape {shape}")
     return shape
