@@ -41,11 +41,6 @@ class ArrayDigest:
     dtype: str
     sums: np.ndarray  #: uint64, one for each chunk
 
-    @property
-    def rows(self) -> int:
-        """Rows of a chunk."""
-        return rows_of_chunk(self.shape)
-
     def text(self) -> str:
         """Sixteen hexadecimal digits that represent the shape, the dtype and all sums."""
         content = f"{self.shape}{self.dtype}".encode() + self.sums.astype("<u8").tobytes()
@@ -104,8 +99,9 @@ def differences(one: Digests, other: Digests) -> list[str]:
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             sentences.append(f"{key}: {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}")
             continue
+        rows = rows_of_chunk(a.shape)
         for chunk in np.flatnonzero(a.sums != b.sums).tolist():
-            first, last = chunk * a.rows, min((chunk + 1) * a.rows, a.shape[0] if a.shape else 1)
+            first, last = chunk * rows, min((chunk + 1) * rows, a.shape[0] if a.shape else 1)
             sentences.append(f"{key}: rows {first} to {last - 1} of {list(a.shape)} differ")
     return sentences
 

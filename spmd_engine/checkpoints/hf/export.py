@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from spmd_engine.arrays.memory import address_of
 from spmd_engine.checkpoints.format.blocks import bytes_of
 from spmd_engine.checkpoints.hf.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, StoredView, as_it_is
 from spmd_engine.checkpoints.read import Sliceable
@@ -382,7 +383,7 @@ def _write_tensor(
         else:
             run = np.empty(place.shape, dtype)
             view.fill(run, block.index, part)
-            _write_run(file.fileno(), bytes_of(run), tensor.offset + _address(place) - _address(target))
+            _write_run(file.fileno(), bytes_of(run), tensor.offset + address_of(place) - address_of(target))
     if is_small:
         _write_run(file.fileno(), bytes_of(target), tensor.offset)
 
@@ -395,10 +396,6 @@ def _write_run(descriptor: int, data: memoryview, offset: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(descriptor, offset, done, os.POSIX_FADV_DONTNEED)
-
-
-def _address(x: np.ndarray) -> int:
-    return x.__array_interface__["data"][0]
 
 
 # --- New files that get their names when all are complete, and replace no existing file

@@ -190,12 +190,9 @@ class Pretrained(Mapping[str, Sliceable]):
             logger.warning(
                 "%s: weights are read from %s, not from %s", self.path, *map(first_few, (self.files, others))
             )
-        self._check_copy()
-
-    def _check_copy(self) -> None:
-        table = self.filled["embedding/table"].tensor
         if self._copy is None:
             return
+        table = self.filled["embedding/table"].tensor
         rows, width = table.shape
         for first in range(0, rows, step := max(1, COMPARED // width)):
             part = slice(first, min(first + step, rows)), slice(0, width)
