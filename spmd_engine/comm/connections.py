@@ -29,14 +29,12 @@ if TYPE_CHECKING:
 class Tuning:
     """Thresholds in bytes, unless stated otherwise. They must be equal on all ranks, as transports follow from them."""
 
-    #: Largest payload that travels inline between nodes, so that a call is one exchange: of all ranks together, or, in
-    #: a reduction, of each. A receiver allocates so many bytes in each round.
+    #: Bytes that travel with the agreement between nodes, from rank 0 to all others, so that a call is one exchange.
     with_agreement: int = 1 << 17
-    #: The same for payloads of which a node needs a part alone, or sends several copies.
+    #: The same of an array, where each of a node's ranks sends it.
     repeated_with_agreement: int = 1 << 14
-    #: Largest array that is reduced as a whole on the way: it takes half the messages, but log2(n) times the bytes, or
-    #: more, if n is no power of two.
-    reduced_whole: int = 1 << 11
+    #: Largest part for each rank in an all_to_all that does: rank 0 and other parents forward what is not theirs.
+    forwarded: int = 1 << 9
     #: Largest payload of a node's ranks together that every rank reduces completely. Above it each rank reduces a part,
     #: which takes one more phase.
     reduced_by_all: int = 1 << 19
@@ -49,6 +47,10 @@ class Tuning:
     at_once: int = 1 << 12
     #: Bytes of each rank's block that a rank receives before it reduces them. Bounds the memory of a reduction.
     piece: int = 4 << 20
+
+    def inline_between(self, senders: int) -> int:
+        """The most bytes that each of so many ranks sends with the agreement between nodes."""
+        return self.with_agreement // max(1, senders - 1)
 
 
 def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:
