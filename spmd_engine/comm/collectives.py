@@ -126,7 +126,7 @@ class Reducing(Collective):
         part = (lambda block, rank: flat(block)[self.places[rank]]) if self.parts and not splits else None
         length = prod(self.shape) if part is not None else self.payload // self.dtype.itemsize
         size = length * wide.itemsize * (self.ranks if routing.in_rank_order else 1)
-        return Inline(wide, size, np.concatenate if routing.in_rank_order else combine, answer, places, part)
+        return Inline(wide, size, np.concatenate if routing.in_rank_order else combine, answer, places, part=part)
 
     def finish(self, signatures: Signatures | None, blocks: Sequence[Any], out: Array | None) -> Array:
         """``out`` may be one of the blocks; otherwise it must not overlap any."""
@@ -277,7 +277,7 @@ class AllGatherCall(Joining):
         return Offer(local, None, result)
 
     def between_nodes(self, routing: Routing) -> Inline:
-        return Inline(self.dtype, self.ranks * self.payload)
+        return Inline(self.dtype, self.ranks * self.payload, keeps=True)
 
     def answered(self, routing: Routing, answer: np.ndarray, out: Array | None) -> Array:
         shape = self.signature.array_type[0]

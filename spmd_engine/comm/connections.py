@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spmd_engine.comm.agreement.tree import edges
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.communicators.communicator import Communicator, MessagePart, Ranks
 from spmd_engine.comm.nccl_ranks import NcclRanks
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class Tuning:
     """Thresholds in bytes, unless stated otherwise. They must be equal on all ranks, as transports follow from them."""
 
-    #: Bytes that travel with the agreement between nodes, from rank 0 to all others, so that a call is one exchange.
+    #: Bytes that travel with the agreement between nodes, of all ranks together, or from rank 0 to its children.
     with_agreement: int = 1 << 17
     #: The same of an array, where each of a node's ranks sends it.
     repeated_with_agreement: int = 1 << 14
@@ -44,13 +45,13 @@ class Tuning:
     #: Smallest array, unsharded, that takes the hierarchical transport.
     hierarchical: int = 1 << 11
     #: Bytes from each rank to each other rank from which they are sent to all at once; fewer take log2(n) rounds.
-    at_once: int = 1 << 12
+    at_once: int = 1 << 13
     #: Bytes of each rank's block that a rank receives before it reduces them. Bounds the memory of a reduction.
     piece: int = 4 << 20
 
     def inline_between(self, senders: int) -> int:
         """The most bytes that each of so many ranks sends with the agreement between nodes."""
-        return self.with_agreement // max(1, senders - 1)
+        return self.with_agreement // max(1, len(edges(0, senders)[1]))
 
 
 def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:

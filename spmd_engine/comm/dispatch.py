@@ -55,14 +55,17 @@ def inline_limit(operation: str, ranks: int, room: int, tuning: Tuning) -> int:
     return min(room, tuning.reduced_by_all // ranks) if operation == "all_reduce" else room
 
 
-def inline_between_nodes(operation: str, ranks: int, senders: int, tuning: Tuning) -> int:
+def inline_between_nodes(operation: str, ranks: int, senders: int, in_rank_order: bool, tuning: Tuning) -> int:
     """The most bytes of a rank's array that travel inline between nodes; in a reduction, in the dtype of its sums.
 
     ``senders``: the number of ranks that exchange messages, of all, or of each lane.
     """
     local, limit = ranks // senders, tuning.inline_between(senders)
     limit = limit if local == 1 else min(limit, tuning.repeated_with_agreement) // local
-    limit = min(limit, tuning.forwarded * ranks) if operation == "all_to_all" and senders > 2 else limit
+    if operation == "all_to_all" and senders > 2:
+        limit = min(limit, tuning.forwarded * ranks)
+    if operation == "all_to_all" or (operation in REDUCTIONS and in_rank_order):
+        limit = min(limit, tuning.with_agreement // ranks)
     return limit // ranks if operation == "all_gather" else limit
 
 
@@ -92,7 +95,7 @@ class Routing:
             limit = inline_limit(operation, self.size, self._room, tuning)
         else:
             senders = self.connections.senders.size
-            limit = min(self._room, inline_between_nodes(operation, self.size, senders, tuning))
+            limit = min(self._room, inline_between_nodes(operation, self.size, senders, self.in_rank_order, tuning))
             size = x.size * accumulated_in(x.dtype).itemsize if operation in REDUCTIONS else size
         inline = host and size <= limit
         fields.setdefault("inline", x.nbytes if inline else 0)

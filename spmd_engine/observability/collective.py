@@ -162,7 +162,7 @@ def transports_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> 
     else:
         local = max(Counter(hosts).values())
         senders = ranks // local if even else ranks
-        limit = min(room_of(local), inline_between_nodes(operation, ranks, senders, tuning))
+        limit = min(room_of(local), inline_between_nodes(operation, ranks, senders, False, tuning))
 
     def name_of(size: int) -> str:
         inline = size <= limit

@@ -36,8 +36,8 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broad
         (0, 4, MessageRounds, MessageRounds),
         (2 * KIB - 1, 4, MessageRounds, MessageRounds),
         (2 * KIB, 4, MessageRounds, Hierarchical),
-        (15 * KIB, 4, MessageRounds, Hierarchical),
-        (16 * KIB, 4, Messages, Hierarchical),
+        (31 * KIB, 4, MessageRounds, Hierarchical),
+        (32 * KIB, 4, Messages, Hierarchical),
         (64 * KIB, 32, MessageRounds, Hierarchical),
         (MIB, 32, Messages, Hierarchical),
         (256 * KIB, 128, MessageRounds, Hierarchical),
@@ -65,21 +65,22 @@ def test_sums_in_rank_order_are_exchanges_of_all_arrays():
 
 
 def test_limits_of_inline_data_between_nodes():
-    """The first rank sends the array to all others; lanes send the arrays of their node several times."""
+    """The first rank sends the array to its children; lanes send the arrays of their node several times."""
     limits = {
         ("all_reduce", 2, 2): 128 * KIB,
-        ("broadcast", 17, 17): 8 * KIB,
-        ("reduce_scatter", 5, 5): 32 * KIB,
-        ("all_gather", 5, 5): 32 * KIB // 5,
-        ("all_to_all", 2, 2): 128 * KIB,
+        ("broadcast", 5, 5): 32 * KIB,
+        ("reduce_scatter", 33, 33): 16 * KIB,
+        ("all_gather", 33, 33): 16 * KIB // 33,
+        ("all_to_all", 2, 2): 64 * KIB,
         ("all_to_all", 12, 12): 6 * KIB,
-        ("all_to_all", 33, 33): 4 * KIB,
+        ("all_to_all", 32, 32): 4 * KIB,
         ("broadcast", 4, 2): 8 * KIB,
-        ("all_reduce", 68, 17): 2 * KIB,
-        ("all_gather", 68, 17): 2 * KIB // 68,
+        ("all_reduce", 128, 32): 4 * KIB,
+        ("all_gather", 128, 32): KIB // 32,
     }
     for (operation, ranks, senders), limit in limits.items():
-        assert inline_between_nodes(operation, ranks, senders, Tuning()) == limit
+        assert inline_between_nodes(operation, ranks, senders, False, Tuning()) == limit
+    assert inline_between_nodes("all_reduce", 16, 16, True, Tuning()) == 8 * KIB
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

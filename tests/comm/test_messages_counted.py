@@ -76,15 +76,15 @@ def test_messages_of_a_small_call(name, ranks, per_node, sent):
 
 
 MEDIUM = {
-    "reduce_scatter": (lambda group: group.reduce_scatter(np.ones(3 << 10)), 1),
-    "all_reduce": (lambda group: group.all_reduce(np.ones(3 << 10)), 2),
+    "reduce_scatter": (lambda group: group.reduce_scatter(np.ones(5 << 10)), 1),
+    "all_reduce": (lambda group: group.all_reduce(np.ones(5 << 10)), 2),
 }
 
 
 @placements
 @pytest.mark.parametrize("name", MEDIUM)
 def test_messages_of_a_medium_reduction(name, ranks, per_node, sent):
-    """Of 24 KiB: the agreement, and log2(M) rounds of messages of M nodes, or twice as many."""
+    """Of 40 KiB: the agreement, and log2(M) rounds of messages of M nodes, or twice as many."""
     call, times = MEDIUM[name]
     messages, _ = of_one_call(sent, call, ranks, per_node)
     nodes = ranks // per_node

@@ -49,6 +49,7 @@ class Inline(NamedTuple):
     combine: Rows = np.concatenate
     answer: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
     places: Sequence[slice] | None = None
+    keeps: bool = False
     part: Callable[[Any, int], Any] | None = None  #: what a rank needs of an array, if only two exchange messages
 
     def row(self, blocks: Sequence[Any], rank: int) -> np.ndarray:
@@ -134,11 +135,13 @@ class Agreement:
                     data = np.frombuffer(each.packed + (block.tobytes() if each.inline else b""), np.uint8)
         elif inline is not None and all(each.inline for each in local) and len(set(map(np.size, blocks))) == 1:
             data = inline.row(blocks, ranks.outer(ranks.size - 1 - ranks.rank))
-            options = {"combine": inline.combine, "answer": inline.complete_answer, "places": inline.places}
+            options = {"combine": inline.combine, "answer": inline.complete_answer}
+            options |= {"places": inline.places, "keeps": inline.keeps}
             if inline.part is not None:
                 options["own"] = inline.row(blocks, self._connections.comm.rank)
-        most = self._connections.tuning.inline_between(ranks.size)
-        words, answer = yield from agree(ranks, words, data, tag(number, AGREEMENT), most=most, ended=ended, **options)
+        tuning = self._connections.tuning
+        options |= {"most": tuning.inline_between(ranks.size), "joined": tuning.with_agreement, "ended": ended}
+        words, answer = yield from agree(ranks, words, data, tag(number, AGREEMENT), **options)
         same, alike, sizes_known, host, device, most = common(words)
         if not same or signature.operation == "refuse":
             yield from self._explain(signature, number, x)

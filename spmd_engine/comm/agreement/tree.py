@@ -46,22 +46,25 @@ def agree(
     *,
     own: np.ndarray | None = None,
     most: int = 0,
+    joined: int = 0,
     combine: Rows = np.concatenate,
     answer: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
     places: Sequence[slice] | None = None,
+    keeps: bool = False,
     ended: RanksEnded | None = None,
 ) -> Steps:
     """The maximum of all ranks' ``words`` (see ``Signature``), and the ``answer`` to the rows of all ranks.
 
-    ``row``: bytes, of which other ranks may have up to ``most``, or a single one of them a row of a few KiB more. Rows
-    are dropped if the calls differ. ``own``: the row that two ranks combine with the other's, if not ``row``.
-    ``combine``: makes one row of some; equal rows of one rank after another give equal bits. ``places``: by rank, what
-    each of them gets of the answer; None: all of it. ``ended``: ranks have ended that this rank waited for, so it
-    cannot make its call; all raise RanksEnded.
+    ``row``: bytes, of which other ranks may have up to ``most``, and all together, where rows are joined, up to
+    ``joined``; a single rank may have a row of a few KiB more. Rows are dropped if the calls differ. ``own``: the row
+    that two ranks combine with the other's, if not ``row``. ``combine``: makes one row of those of ranks that follow
+    one another. ``places``: by rank, what each of them gets of the answer; None: all of it. ``keeps``: the answer is
+    the rows, equally long, of which no rank gets those of its own subtree. ``ended``: ranks have ended that this rank
+    waited for, so it cannot make its call; all raise RanksEnded.
     """
-    words, most, pair = words.copy(), max(most, row.size), ranks.size == 2
-    parent, children = edges(ranks.rank, ranks.size) if not pair else (ranks.rank, [(1 - ranks.rank, 2)])
-    first = ranks.rank
+    words, most, joined = words.copy(), max(most, row.size), max(joined, ranks.size * row.size)
+    first, length, pair = ranks.rank, row.size, ranks.size == 2
+    parent, children = edges(first, ranks.size) if not pair else (first, [(1 - first, 2)])
 
     def note(error: RanksEnded) -> None:
         words[ENDED] = max(words[ENDED], 1 + max(error.ranks))
@@ -70,8 +73,8 @@ def agree(
         words[BYTES] = data.size
         return requests.add(to, ranks.start_send(np.concatenate([words.view(np.uint8), data]), to, tag))
 
-    def receive(source: int, count: int) -> tuple[np.ndarray, Requests]:
-        message = np.empty(words.nbytes + _LEAST + count * most, np.uint8)
+    def receive(source: int, size: int) -> tuple[np.ndarray, Requests]:
+        message = np.empty(words.nbytes + _LEAST + max(most, size), np.uint8)
         return message, Requests(ranks).add(source, ranks.start_receive(message, source, tag))
 
     def taken(message: np.ndarray) -> np.ndarray:
@@ -82,7 +85,7 @@ def agree(
     if ended is not None:
         note(ended)
     words[BYTES], rows = 0, [row if own is None else own]
-    arrivals = [receive(child, end - child) for child, end in children]
+    arrivals = [receive(child, (end - child) * joined // ranks.size) for child, end in children]
     if pair:
         send(arrivals[0][1], 1 - ranks.rank, row)
     for message, arrival in arrivals:
@@ -96,15 +99,19 @@ def agree(
     if parent == ranks.rank:
         row, first = answer(row) if row.size else row, 0
     else:
-        message, arrival = receive(parent, ranks.size)
+        message, arrival = receive(parent, joined)
         try:
             yield send(arrival, parent, row)
-            row = taken(message)
+            rest = taken(message)
+            place = first * length
+            row = np.concatenate([rest[:place], row, rest[place:]]) if keeps else rest
         except RanksEnded as error:
             note(error)
     base = places[first].start if places is not None else 0
 
     def part(rank: int, end: int) -> np.ndarray:
+        if keeps:
+            return np.concatenate([row[: rank * length], row[end * length :]])
         return row if places is None else row[places[rank].start - base : places[end - 1].stop - base]
 
     down = Requests(ranks)
@@ -116,4 +123,4 @@ def agree(
         note(error)
     if words[ENDED]:
         raise RanksEnded([int(words[ENDED]) - 1])
-    return words, part(ranks.rank, ranks.rank + 1)
+    return words, row if keeps else part(ranks.rank, ranks.rank + 1)
