@@ -72,7 +72,7 @@ class BroadcastCall(PreparedCall):
         if isinstance(transport, NcclTransport):
             data = root_array.copy() if root_array is not None else home.empty(shape, dtype)
             move = partial(transport.broadcast, data.reshape(-1), self.signature.root)
-            return Queued(data, home, (yield from transport.queue(self.queued(routing, number), move)))
+            return Queued(data, home, (yield from transport.nccl.queue(self.queued(routing, number), move)))
         if root_array is not None and not routing.is_for_messages(root_array):  # others want the result on the host
             root_array = yield from routing.staged(root_array)
         if transport is None and agreed.answer is not None:
@@ -352,24 +352,15 @@ class AllToAllCall(Joining):
         return transport.all_to_all(sent, self.places, packed, places)
 
 
-def _barrier(group: Routing, x: None, label: str) -> PreparedCall:
-    return PreparedCall(Signature("barrier"), ("barrier", group.axes, label))
-
-
 #: Prepares a call: (group, array, *arguments of the operation, label) -> PreparedCall
 PREPARE = {
-    "barrier": _barrier,
+    "barrier": lambda group, x, label: PreparedCall(Signature("barrier"), ("barrier", group.axes, label)),
     "broadcast": BroadcastCall.of,
     "all_reduce": AllReduceCall.of,
     "reduce_scatter": ReduceScatterCall.of,
     "all_gather": AllGatherCall.of,
     "all_to_all": AllToAllCall.of,
 }
-
-
-def _added(reduction: str) -> str:
-    """The reduction of parts of what ``reduction`` reduces."""
-    return "sum" if reduction == "mean" else reduction
 
 
 def _axis(group: Routing, operation: str, x: Array, axis: int) -> int:
