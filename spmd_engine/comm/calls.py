@@ -23,6 +23,7 @@ from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.nccl_ranks import QueuedCall
 from spmd_engine.comm.pending import Queued, Steps
 from spmd_engine.comm.shared_memory.slot_table import Entries
+from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.nccl import NcclTransport
 from spmd_engine.comm.transports.shared_memory import readable
 from spmd_engine.comm.transports.transport import Transport
@@ -154,6 +155,10 @@ class Collective(PreparedCall, ABC):
         parts = [self.places[rank] for rank in routing.senders]
         return spans([(part.stop - part.start) * itemsize for part in parts])
 
+    def gathers(self, routing: Routing) -> bool:
+        """Whether only a part of the result comes so, and the node's ranks then gather their parts."""
+        return False
+
     def answered(self, routing: Routing, answer: np.ndarray, out: Array | None) -> Array:
         """The result, in ``out`` if given, of what this rank has got by then."""
         result = np.empty(self.shape, self.dtype) if out is None else out
@@ -198,12 +203,19 @@ class Collective(PreparedCall, ABC):
         lengths, shape, size = self.settled
         if target is not None and target.shape != shape:  # this rank must still send the others their parts
             target = None
-        transport = self.transport(routing, number, agreed, size)
+        gathers = self.gathers(routing)
+        transport = self.transport(routing, number, agreed._replace(answer=None) if gathers else agreed, size)
         if not (on_host or isinstance(transport, NcclTransport) or routing.is_for_messages(local)):
             # other ranks have theirs on the host
             offer, target = Offer((yield from routing.staged(local))), None
-        if transport is None and agreed.answer is not None:
-            result = self.answered(routing, agreed.answer.copy().view(self.dtype), target)
+        if agreed.answer is not None:
+            answer = agreed.answer.copy().view(self.dtype)
+            if isinstance(transport, Hierarchical):
+                result = offer.result if offer.result is not None else target
+                result = result if result is not None else np.empty(shape, local.dtype)
+                yield from transport.gather_lanes(answer, result.reshape(-1), self.places)
+            else:
+                result = self.answered(routing, answer, target)
         elif transport is None or (self.one_phase and transport.blocks):
             blocks = agreed.blocks if transport is None else transport.blocks
             result = self.finish(agreed.signatures, blocks, target)

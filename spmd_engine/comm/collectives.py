@@ -24,6 +24,7 @@ from spmd_engine.comm.shared_memory.cross_memory import flat
 from spmd_engine.comm.transports.nccl import NcclTransport
 from spmd_engine.comm.transports.shared_memory import (
     keeps_apart,
+    readable_result,
     readable_with_result,
     reduce_in_pieces,
 )
@@ -118,15 +119,20 @@ class Reducing(Collective):
             arrays = rows.view(wide)
             if routing.in_rank_order:
                 arrays = total(list(routing.by_rank(arrays.reshape(self.ranks, -1))))
-            arrays = np.concatenate([arrays[self.places[r]] for r in routing.senders]) if places else arrays
             return (arrays / wide.type(self.ranks) if mean else arrays).astype(self.dtype).view(np.uint8)
+
+        def part(block: Any, rank: int) -> np.ndarray:
+            return joined([flat(block)[each] for each in self.sent_between_nodes(routing, rank)], 0, self.dtype)
 
         splits = len(routing.senders) > 2 and self.parts
         places = self.places_between_nodes(routing, self.dtype.itemsize) if splits else None
-        part = (lambda block, rank: flat(block)[self.places[rank]]) if self.parts and not splits else None
-        length = prod(self.shape) if part is not None else self.payload // self.dtype.itemsize
+        length = sum([each.stop - each.start for each in self.sent_between_nodes(routing, self.rank)])
         size = length * wide.itemsize * (self.ranks if routing.in_rank_order else 1)
         return Inline(wide, size, np.concatenate if routing.in_rank_order else combine, answer, places, part=part)
+
+    @abstractmethod
+    def sent_between_nodes(self, routing: Routing, rank: int) -> list[slice]:
+        """The parts of a flat array that travel with the agreement: see ``Inline.part``."""
 
     def finish(self, signatures: Signatures | None, blocks: Sequence[Any], out: Array | None) -> Array:
         """``out`` may be one of the blocks; otherwise it must not overlap any."""
@@ -154,9 +160,25 @@ class AllReduceCall(Reducing):
         fields["places"] = group.connections.split(operand.size)
         return cls.prepare(group, "all_reduce", operand, label, {"reduction": op}, **fields)
 
+    def gathers(self, routing: Routing) -> bool:
+        lanes, wide = routing.connections.lanes, accumulated_in(self.dtype)
+        if lanes is None or not self.signature.inline:
+            return False
+        tuning, size = routing.connections.tuning, self.payload // self.dtype.itemsize * wide.itemsize
+        return self.payload >= tuning.hierarchical and size > tuning.inline_between(lanes.lane.size, lanes.local.size)
+
+    def sent_between_nodes(self, routing: Routing, rank: int) -> list[slice]:
+        if not self.gathers(routing):
+            return [slice(0, prod(self.shape))]
+        lane = [self.places[r] for r in routing.senders]  # adjacent
+        return [slice(lane[0].start, lane[-1].stop)]
+
     def offer(self, routing: Routing, local: Array, target: Array | None) -> Offer:
         if target is not None and target is not local and not keeps_apart(target, local, (...,)):
             local = local.copy()
+        node_table = routing.connections.node_table
+        if node_table is not None and self.gathers(routing):
+            return Offer(local, None, readable_result(node_table, local, target))
         table = routing.table_to_offer(self.signature, local, local.nbytes)
         if table is None:
             return Offer(local)
@@ -192,6 +214,9 @@ class ReduceScatterCall(Reducing):
             return Offer(local, self.readable(routing, local))
         offered = self.packed(local)
         return Offer(offered, self.readable(routing, offered))
+
+    def sent_between_nodes(self, routing: Routing, rank: int) -> list[slice]:
+        return [self.places[r] for r in (routing.senders if len(routing.senders) > 2 else [rank])]
 
     def move(self, transport: Transport, x: Array, result: Array, lengths: Sequence[int] | None) -> Steps:
         reduction = self.signature.reduction

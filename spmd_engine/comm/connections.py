@@ -46,9 +46,11 @@ class Tuning:
     #: Bytes of each rank's block that a rank receives before it reduces them. Bounds the memory of a reduction.
     piece: int = 4 << 20
 
-    def inline_between(self, senders: int) -> int:
-        """The most bytes that each of so many ranks sends with the agreement between nodes."""
-        return self.with_agreement // max(1, len(edges(0, senders)[1]))
+    def inline_between(self, senders: int, local: int = 1) -> int:
+        """The most bytes of an array that each of so many ranks sends with the agreement between nodes; ``local``: the
+        number of ranks on each node that send the same."""
+        limit = self.with_agreement // max(1, len(edges(0, senders)[1]))
+        return limit if local == 1 else min(limit, self.repeated_with_agreement) // local
 
 
 def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:

@@ -60,8 +60,7 @@ def inline_between_nodes(operation: str, ranks: int, senders: int, in_rank_order
 
     ``senders``: the number of ranks that exchange messages, of all, or of each lane.
     """
-    local, limit = ranks // senders, tuning.inline_between(senders)
-    limit = limit if local == 1 else min(limit, tuning.repeated_with_agreement) // local
+    limit = tuning.inline_between(senders, 1 if operation in REDUCTIONS else ranks // senders)
     if operation == "all_to_all" and senders > 2:
         limit = min(limit, tuning.forwarded * ranks)
     if operation == "all_to_all" or (operation in REDUCTIONS and in_rank_order):

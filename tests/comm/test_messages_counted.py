@@ -76,15 +76,15 @@ def test_messages_of_a_small_call(name, ranks, per_node, sent):
 
 
 MEDIUM = {
-    "reduce_scatter": (lambda group: group.reduce_scatter(np.ones(5 << 10)), 1),
-    "all_reduce": (lambda group: group.all_reduce(np.ones(5 << 10)), 2),
+    "reduce_scatter": (lambda group: group.reduce_scatter(np.ones(3 << 11)), 1),
+    "all_reduce": (lambda group: group.all_reduce(np.ones(3 << 11)), 2),
 }
 
 
 @placements
 @pytest.mark.parametrize("name", MEDIUM)
 def test_messages_of_a_medium_reduction(name, ranks, per_node, sent):
-    """Of 40 KiB: the agreement, and log2(M) rounds of messages of M nodes, or twice as many."""
+    """Of 48 KiB: the agreement, and log2(M) rounds of messages of M nodes, or twice as many."""
     call, times = MEDIUM[name]
     messages, _ = of_one_call(sent, call, ranks, per_node)
     nodes = ranks // per_node
@@ -94,6 +94,15 @@ def test_messages_of_a_medium_reduction(name, ranks, per_node, sent):
 def test_a_small_sum_sends_each_array_once_and_the_sum_to_each_rank(sent):
     messages, data = of_one_call(sent, lambda group: group.all_reduce(np.ones(1 << 8)), 12, 1)
     assert messages.sum() == 22 and abs(data.sum() - 22 * 2048) <= 22 * 100
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
+def test_sums_of_medium_size_go_up_the_tree_in_lanes(name, sent):
+    """Of 40 KiB on four nodes of four ranks: each lane adds a quarter of the array."""
+    call = lambda group: getattr(group, name)(np.ones(5 << 10))  # noqa: E731
+    messages, data = of_one_call(sent, call, 16, 4)
+    down = 1 if name == "all_reduce" else 1 / 4
+    assert messages.sum() == 4 * 6 and abs(data.sum() - 3 * (1 + down) * 40960) <= 24 * 100
 
 
 def test_a_small_exchange_gathers_arrays_and_sends_each_rank_its_parts(sent):

@@ -50,7 +50,7 @@ class Inline(NamedTuple):
     answer: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
     places: Sequence[slice] | None = None
     keeps: bool = False
-    part: Callable[[Any, int], Any] | None = None  #: what a rank needs of an array, if only two exchange messages
+    part: Callable[[Any, int], Any] | None = None  #: what of an array is sent; of two ranks, to this one
 
     def row(self, blocks: Sequence[Any], rank: int) -> np.ndarray:
         """What a rank gets of the arrays of this node's ranks."""
@@ -137,7 +137,7 @@ class Agreement:
             data = inline.row(blocks, ranks.outer(ranks.size - 1 - ranks.rank))
             options = {"combine": inline.combine, "answer": inline.complete_answer}
             options |= {"places": inline.places, "keeps": inline.keeps}
-            if inline.part is not None:
+            if inline.part is not None and ranks.size == 2:
                 options["own"] = inline.row(blocks, self._connections.comm.rank)
         tuning = self._connections.tuning
         options |= {"most": tuning.inline_between(ranks.size), "joined": tuning.with_agreement, "ended": ended}
