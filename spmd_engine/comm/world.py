@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Union
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
-from spmd_engine.comm.agreement.signature import gather_texts
+from spmd_engine.comm.agreement.tree import gather_texts
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.communicators.threads import ThreadCommunicator, ThreadPort, current_thread_communicator, solo
 from spmd_engine.comm.group import Group

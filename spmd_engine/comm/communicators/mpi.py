@@ -14,10 +14,12 @@ from functools import partial
 from math import ceil
 from threading import Thread
 
+import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.agreement.signature import Signature, disseminate, gather_texts
+from spmd_engine.comm.agreement.signature import Signature
+from spmd_engine.comm.agreement.tree import agree, gather_texts
 from spmd_engine.comm.communicators.communicator import Communicator, MessagePart
 from spmd_engine.comm.connections import Connections, even_nodes
 from spmd_engine.comm.pending import Operation, Progress, ProgressThread, Steps
@@ -180,8 +182,8 @@ class MPICommunicator(Communicator):
         if is_first and nodes is not None and neighbours is not None:
             offset = room_for_table(neighbours, len(node_indices))
         row, words = _MEMBER.pack(keeps, -1 if offset is None else offset), Signature("barrier").words
-        _, rows, _ = yield from disseminate(MessagePart(self, ranks), words, row, _CREATION)
-        keeps_by_rank, offsets = zip(*map(_MEMBER.unpack, rows), strict=True)
+        _, rows = yield from agree(MessagePart(self, ranks), words, np.frombuffer(row, np.uint8), _CREATION)
+        keeps_by_rank, offsets = zip(*_MEMBER.iter_unpack(rows.tobytes()), strict=True)
         fits = not all(keeps_by_rank) and nodes is not None and all(offsets[node[0]] >= 0 for node in nodes)
         if neighbours is not None and offset is not None and not fits:
             neighbours.own.release(offset, size_of_table(len(node_indices)))
