@@ -114,7 +114,7 @@ def drawn(count):
     return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=quiet, database=None)
 
 
-@drawn(6)
+@drawn(3)
 @given(words=lines())
 def test_a_line_does_something_or_is_one_error(words, here, capsys):
     check(words, capsys)
