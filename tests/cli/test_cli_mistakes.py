@@ -13,7 +13,7 @@ from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.cli.values import NumberRange, WholeNumber, WholeRange
 from spmd_engine.engine.build import build_engine
 from spmd_engine.errors import UsageError, one_of
-from spmd_engine.planning.machine.files import read_machine, toml_of
+from spmd_engine.planning.machine.machine import read_machine, toml_of
 from spmd_engine.training import TrainConfig
 from support.command_line import QUIET, TEXT
 

@@ -207,7 +207,7 @@ def test_a_product_that_is_not_the_number_of_ranks():
 
 @pytest.mark.parametrize("axes", ["data=2", 2, {"data": 2}])
 def test_axes_without_names_are_refused(axes):
-    with pytest.raises(MeshError, match=r"give axes by name, as in Mesh\(data=2, model=2\)"):
+    with pytest.raises(UsageError, match=r"give axes by name, as in Mesh\(data=2, model=2\)"):
         Mesh(axes)
 
 

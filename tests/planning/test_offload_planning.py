@@ -15,8 +15,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
 from spmd_engine.planning import analyze, plan
 from spmd_engine.planning.dry_run.step_analysis import Computation, Phases
-from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
-from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.machine.machine import Machine, parse_machine, read_machine, toml_of
 from spmd_engine.planning.search import plan_search
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.search_space import Candidate

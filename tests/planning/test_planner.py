@@ -15,17 +15,14 @@ from spmd_engine.models import GPT_SIZES, GPTSize, gpt
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze, plan
-from spmd_engine.planning.explain import explain
-from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
+from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind, read_machine
 from spmd_engine.planning.plan_result import Request
-from spmd_engine.planning.planner import find_plan, fixed_plan, planned_model
+from spmd_engine.planning.planner import explain, find_plan, fixed_plan, planned_model
 from spmd_engine.planning.search import plan_search
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.plan_search import PlanSearch, evaluate_plan
-from spmd_engine.planning.search.reasons import gains
-from spmd_engine.planning.search.search import Limits
+from spmd_engine.planning.search.search import Limits, gains
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
 from spmd_engine.planning.simulator.check_prediction import steps_of
 from spmd_engine.units import readable_bytes

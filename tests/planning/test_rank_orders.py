@@ -14,10 +14,9 @@ from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind, Topology
 from spmd_engine.planning.plan_result import PlanFile, Request
 from spmd_engine.planning.planner import find_plan
-from spmd_engine.planning.search import plan_search, rank_order
+from spmd_engine.planning.search import placement, plan_search
 from spmd_engine.planning.search.improve import Budget
-from spmd_engine.planning.search.placement import Tasks, annealed, evolved
-from spmd_engine.planning.search.rank_order import RankOrders, best_orders, proposed_orders
+from spmd_engine.planning.search.placement import RankOrders, Tasks, annealed, best_orders, evolved, proposed_orders
 from spmd_engine.planning.simulator.simulation import simulate
 
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "gpt-nano")
@@ -116,7 +115,7 @@ def drawn_machine(seed):
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.soak] * (seed != 4)) for seed in range(50)])
 def test_orders_near_to_proposed_ones_are_within_two_percent_of_the_best_of_all(seed, monkeypatch):
-    monkeypatch.setattr(rank_order, "MOST_TRIED", 0)
+    monkeypatch.setattr(placement, "MOST_TRIED", 0)
     machine, analysis = drawn_machine(seed), analyzed(seed // 4 % 4)
     orders, seconds = RankOrders(machine, analysis.axes), {}
 

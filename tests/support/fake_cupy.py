@@ -30,7 +30,7 @@ import numpy as np
 
 from spmd_engine.arrays import backend as backends
 from spmd_engine.arrays.backend import Backend
-from spmd_engine.arrays.meta.device import LAUNCHES
+from spmd_engine.arrays.meta.backend import LAUNCHES
 from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.comm.connections import connections_of
 from support.cuda_on_host import ELEMENTWISE, REDUCTIONS, HostKernel
