@@ -10,6 +10,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.training.train_config import TrainConfig
 from support.altered import in_bytes, in_json
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 JOBS = [
     TrainConfig.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts"),
     TrainConfig.of(model="gpt-nano", mesh={"pipe": 2, "context": 2}, schedule="interleaved", chunks=2, stages="cost"),

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from spmd_engine.cli import cli, main
 from spmd_engine.runtime.supervisor import Supervisor
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 LIMIT = 60  # seconds that a small command may take, on a machine that is busy
 NUMBERS = ["-1", "0", "1", "2", "3", "7", "1000000", "99999999999999", "1e3", "0x10", "x", "", "1.5"]
 FLOATS = ["-1", "0", "0.5", "1", "1e400", "nan", "inf", "-0.0", "1e-400", "x", ""]
