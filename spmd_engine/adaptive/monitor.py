@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from spmd_engine.training import Observer
-from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.numbers_by_rank import expanded
+from spmd_engine.training.train_config import AdaptConfig
 
 if TYPE_CHECKING:
     from spmd_engine.training.run import Run
@@ -121,15 +121,10 @@ class Crossing:
     threshold: float
     ranks: Mapping[int, float]  #: those above it, with their own values
 
-    @property
-    def what(self) -> str:
-        """The name as words."""
-        return self.name.replace("_", " ")
-
     def __str__(self) -> str:
         more = f" and {len(self.ranks) - LISTED} more" if len(self.ranks) > LISTED else ""
         ranks = f" (rank {', '.join(map(str, [*self.ranks][:LISTED]))}{more})" if self.ranks else ""
-        return f"{self.what} {self.value:.2f} above {self.threshold:g}{ranks}"
+        return f"{self.name.replace('_', ' ')} {self.value:.2f} above {self.threshold:g}{ranks}"
 
 
 def crossings(observation: Observation, config: AdaptConfig) -> list[Crossing]:

@@ -168,13 +168,6 @@ def _like(outputs: Array, targets: Array, *, count: float) -> tuple[float, Array
     raise TypeError("a signature alone")
 
 
-def _evaluate_metric(name: str, metric: Callable[..., Any], outputs: Array, micro: MicroBatch) -> float:
-    value = metric(outputs, micro.targets, **micro.metric_options)
-    if not _is_number(value):
-        raise UsageError(f"metric {name} returned {described(value)}; return the number of targets for which it holds")
-    return value
-
-
 def _is_number(value: Any) -> bool:
     return getattr(value, "shape", ()) == () and hasattr(value, "__float__")
 
@@ -200,8 +193,12 @@ class Scores:
 
     def add(self, outputs: Array, micro: MicroBatch, count: float) -> Any:
         """Add the shares of a micro-batch of a batch with ``count`` targets. Returns the gradient of the loss."""
-        for number, metric in enumerate(self._metrics, 1):  # before the loss, which may overwrite the outputs
-            self._sums[number] += _evaluate_metric(metric, self._metrics[metric], outputs, micro)
+        for number, name in enumerate(self._metrics, 1):  # before the loss, which may overwrite the outputs
+            value = self._metrics[name](outputs, micro.targets, **micro.metric_options)
+            if not _is_number(value):
+                holds = "return the number of targets for which it holds"
+                raise UsageError(f"metric {name} returned {described(value)}; {holds}")
+            self._sums[number] += value
         value, gradient = value_and_gradient(self._loss, outputs, micro.targets, count=count, **micro.metric_options)
         self._sums[0] += value
         return gradient

@@ -113,7 +113,7 @@ class Chain(Layer):
         steps = []
         for name, layer in reversed(self.layers):
             step = _BackwardStep(name, layer, saved.pop())
-            dy = step.start(sh, _within(p, name), dy, *side if layer.side_outputs else ())
+            dy = step.start(sh, p.get(name, {}) if name else p, dy, *side if layer.side_outputs else ())
             steps.append(step)
         return dy, steps
 
@@ -127,11 +127,6 @@ class Chain(Layer):
 def _full_name(layer: str, key: str) -> str:
     """The name in a chain of a parameter or buffer of one of its layers."""
     return f"{layer}/{key}" if layer else key
-
-
-def _within(p: Parameters, name: str) -> Any:
-    """The arrays of the layer with this name; all of them for the name ""."""
-    return p.get(name, {}) if name else p
 
 
 def _joined_extra(extras: Mapping[str, Extra]) -> Extra:

@@ -109,23 +109,18 @@ class GroupNorm(Layer):
             "shift": Parameter(c, decay=False, summed=letters),
         }
 
-    def _membership(self, sh, like):
-        """[c g]: 1 where a channel of this rank belongs to a group."""
-        xp, (channel, number) = backend_of(like).xp, *self.sizes.items()
-        span = sh.span(channel, number)
-        group = xp.arange(span.start, span.stop) * self.groups // number
-        return (group[:, None] == xp.arange(self.groups)).astype(like.dtype)
-
     def _mean(self, sh, x, members):
         """The means of x[b h w c] over each group, [b g], replicated."""
         return sh.all_reduce(x.sum((1, 2)) @ members, over=self.over) / self.terms
 
     def forward(self, sh, p, x, ctx):
-        dtype, x = x.dtype, widened(x)
-        members = self._membership(sh, x)
+        xp, (channel, number), dtype, x = backend_of(x).xp, *self.sizes.items(), x.dtype, widened(x)
+        span = sh.span(channel, number)
+        group = xp.arange(span.start, span.stop) * self.groups // number  # of each channel of this rank
+        members = (group[:, None] == xp.arange(self.groups)).astype(x.dtype)  # [c g]: 1 for a channel in a group
         normal = x - (self._mean(sh, x, members) @ members.T)[:, None, None]
         variance = self._mean(sh, normal * normal, members)
-        inverse = ((1 / backend_of(x).xp.sqrt(variance + self.epsilon)) @ members.T)[:, None, None]
+        inverse = ((1 / xp.sqrt(variance + self.epsilon)) @ members.T)[:, None, None]
         normal *= inverse
         return rounded(normal * p["scale"] + p["shift"], dtype), (rounded(normal, dtype), inverse, members)
 

@@ -27,7 +27,7 @@ def test_a_rank_that_trains_loads_no_other_command():
     others += (
         *(
             f"spmd_engine.planning.{name}"
-            for name in ("dry_run.analyze", "machine.files", "plan", "search", "simulator")
+            for name in ("dry_run.analyze", "machine.machine", "plan", "search", "simulator")
         ),
         "spmd_engine.serving",
         "spmd_engine.layers.moe.moe",
