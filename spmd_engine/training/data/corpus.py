@@ -158,10 +158,9 @@ def _files(root: str, pattern: str) -> list[str]:
     left_out = _NOT_SOURCE if pattern != "*" else {"__pycache__"}
     paths = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not (name.startswith(".") or name in left_out)]
-        names = [
-            name for name in names if not (name.startswith(".") or name in left_out) and fnmatchcase(name, pattern)
-        ]
+        hidden = {name for name in (*folders, *names) if name.startswith(".") or name in left_out}
+        folders[:] = [name for name in folders if name not in hidden]
+        names = [name for name in names if name not in hidden and fnmatchcase(name, pattern)]
         for name in (*folders, *names) if pattern == "*" else ():
             check_link(os.path.join(folder, name))
         paths += (os.path.join(folder, name) for name in names)
