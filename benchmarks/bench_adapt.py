@@ -27,7 +27,7 @@ from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.layers import Linear
 from spmd_engine.training import Trainer
-from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.train_config import AdaptConfig
 
 SAMPLES = 56  #: of a step
 SECONDS = 2e-3  #: of sleep for a sample in all layers, in a forward and in a backward

@@ -24,7 +24,7 @@ from policy_traces import SimulatedShapes, replay_trace, steps_of_optimum
 
 from spmd_engine.adaptive.adapter import replay
 from spmd_engine.adaptive.policy import Policy
-from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.train_config import AdaptConfig
 
 RANKS, SECONDS, SAMPLES = 4, 1800, 256
 RESTARTS = (30, 60, 120)  #: seconds

@@ -50,7 +50,7 @@ TOOLS_USE = {"adaptive": {"planning"}, "observability": {"adaptive", "planning"}
 
 #: Module-level state that changes at run time, with the reason why it may.
 STATE = {
-    "arguments.py: _kind": "the cache of a pure function",
+    "arguments.py: _parameters": "the cache of a pure function",
     "arguments.py: _signature": "the cache of a pure function",
     "arrays/attention.py: _parts": "the cache of a pure function",
     "arrays/attention.py: _rows_and_keys": "the cache of a pure function",
@@ -74,14 +74,13 @@ STATE = {
     "arrays/meta/functions.py: _resolved": "the cache of a pure function",
     "arrays/meta/functions.py: _reduced_dtype": "the cache of a pure function",
     "layers/attention/qk_norm_rope.py: rotary_with": "the cache of a pure function",
-    "engine/state/assignment.py: placed": "the cache of a pure function, for one call of another",
     "engine/gather.py: _plan_to_whole": "the cache of a pure function",
     "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",
     "configuration.py: settings_of": "the cache of a pure function",
     "configuration.py: _types": "the cache of a pure function",
     "configuration.py: _checked_default": "the cache of a pure function",
     "configuration.py: _type": "the cache of a pure function",
-    "checkpoints/format/manifest.py: _wrong_with": "the cache of a pure function",
+    "checkpoints/format/blocks.py: _name_of": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",
     "sharding/placement.py: along": "the cache of a pure function, for one call of another",
     "sharding/routes.py: _parts": "the cache of a pure function",
@@ -89,7 +88,7 @@ STATE = {
     "sharding/resharding.py: _exchange_plan": "the cache of a pure function",
     "tokens/encoding.py: _process": "the process that runs chat templates, started once",
     "training/data/array_data.py: epoch_order": "the cache of a pure function",
-    "comm/notation.py: _parsed": "the cache of a pure function",
+    "comm/notation.py: parse": "the cache of a pure function",
     "comm/communicators/threads.py: _libraries": "the libraries of linear algebra, until more modules are loaded",
     "comm/shared_memory/arena.py: memory_here": "the process's memory, asked for once",
     "comm/shared_memory/cross_memory.py: _process_vm_readv": "the system's function, found once",
@@ -213,8 +212,8 @@ ROOMS = {
     "offloading": (
         r"offload",
         """
-        engine/offload/array.py engine/offload/config.py engine/offload/file.py engine/offload/host.py
-        engine/offload/shapes.py engine/offload/stash.py engine/offload/target.py engine/parallel_config.py
+        engine/offload/array.py engine/offload/config.py engine/offload/file.py engine/offload/stash.py
+        engine/offload/target.py engine/parallel_config.py
         engine/state/assignment.py planning/search/neighbours.py planning/search/plan_search.py
         planning/search/search_space.py
         """,
@@ -235,9 +234,9 @@ ROOMS = {
     "overlapping layers": (
         r"overlap_layers|overlaps|within_overlap|parse_overlap|_overlap_of|^Overlap$",
         """
-        adaptive/adapter.py adaptive/candidates.py engine/parallel_config.py
-        engine/reshape.py engine/state/assignment.py planning/search/estimate.py planning/search/layer_costs.py
-        planning/search/plan_search.py planning/search/search_space.py
+        adaptive/adapter.py adaptive/candidates.py engine/parallel_config.py engine/reshape.py
+        engine/state/assignment.py planning/dry_run/analyze.py planning/search/estimate.py
+        planning/search/layer_costs.py planning/search/plan_search.py planning/search/search_space.py
         """,
     ),
     "half precision": (

@@ -32,9 +32,9 @@ from spmd_engine.engine.reshape import Shape, ShapeRequest
 from spmd_engine.files import open_regular
 from spmd_engine.foreign import reading
 from spmd_engine.models import Model
-from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.observers import Observer, lines_up_to
 from spmd_engine.training.run import Run, composition_of
+from spmd_engine.training.train_config import AdaptConfig
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
 

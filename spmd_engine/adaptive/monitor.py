@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from spmd_engine.training import Observer
-from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.numbers_by_rank import expanded
+from spmd_engine.training.train_config import AdaptConfig
 
 if TYPE_CHECKING:
     from spmd_engine.training.run import Run

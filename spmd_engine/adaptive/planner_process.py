@@ -37,7 +37,7 @@ from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search.search_space import axes_that_shard
 from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.runtime.mpi_job import clean_environment
-from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.train_config import AdaptConfig
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from math import exp, inf, isfinite, log
 from typing import Any, Self
 
 from spmd_engine.adaptive.monitor import Observation, crossings
-from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.train_config import AdaptConfig
 from spmd_engine.units import readable_seconds
 
 

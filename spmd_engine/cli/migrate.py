@@ -19,7 +19,7 @@ from spmd_engine.engine.reshape import PROTOCOLS, ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.files import naming
 from spmd_engine.foreign import reading
-from spmd_engine.jobs.joined_run import join as join_job
+from spmd_engine.jobs.run_job import join as join_job
 from spmd_engine.observability.progress import live_migration_text
 from spmd_engine.observability.run_record import JsonLines
 from spmd_engine.planning.plan_result import PlanFile

@@ -18,8 +18,7 @@ from spmd_engine.observability.progress import Reporter
 from spmd_engine.runtime.launchers import check_started_by_launcher
 from spmd_engine.runtime.signals import ENDING, REQUEUE
 from spmd_engine.training import Observer
-from spmd_engine.training.adapt_config import AdaptConfig
-from spmd_engine.training.train_config import FIXED, TrainConfig
+from spmd_engine.training.train_config import FIXED, AdaptConfig, TrainConfig
 
 _RESUME = f"""Continue the run --run from its last save, with its own options and those given here. Its mesh is not
 kept, and options that are impossible on the new one are dropped. With more --steps, the learning rate keeps its curve,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
+from spmd_engine.arguments import bound
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.notation import Spec
 from spmd_engine.errors import UsageError, check_argument, described
-from spmd_engine.layers.contract import check_call
 from spmd_engine.layers.layer import Documents
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def value_and_gradient(loss: Callable[..., Any], outputs: Array, targets: Array,
     try:
         returned = loss(outputs, targets, **options)
     except TypeError:
-        check_call(f"{name} (of a class: loss = staticmethod(...))", loss, outputs, targets, like=_like, **options)
+        bound(f"{name} (of a class: loss = staticmethod(...))", loss, (outputs, targets), options, _like)
         raise
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise UsageError(f"{name} returned {described(returned)}; return (value, gradient of the outputs)")
@@ -166,13 +166,6 @@ def value_and_gradient(loss: Callable[..., Any], outputs: Array, targets: Array,
 def _like(outputs: Array, targets: Array, *, count: float) -> tuple[float, Array]:
     """The signature of a loss function; with mask=... if there is a mask."""
     raise TypeError("a signature alone")
-
-
-def _evaluate_metric(name: str, metric: Callable[..., Any], outputs: Array, micro: MicroBatch) -> float:
-    value = metric(outputs, micro.targets, **micro.metric_options)
-    if not _is_number(value):
-        raise UsageError(f"metric {name} returned {described(value)}; return the number of targets for which it holds")
-    return value
 
 
 def _is_number(value: Any) -> bool:
@@ -200,8 +193,12 @@ class Scores:
 
     def add(self, outputs: Array, micro: MicroBatch, count: float) -> Any:
         """Add the shares of a micro-batch of a batch with ``count`` targets. Returns the gradient of the loss."""
-        for number, metric in enumerate(self._metrics, 1):  # before the loss, which may overwrite the outputs
-            self._sums[number] += _evaluate_metric(metric, self._metrics[metric], outputs, micro)
+        for number, name in enumerate(self._metrics, 1):  # before the loss, which may overwrite the outputs
+            value = self._metrics[name](outputs, micro.targets, **micro.metric_options)
+            if not _is_number(value):
+                holds = "return the number of targets for which it holds"
+                raise UsageError(f"metric {name} returned {described(value)}; {holds}")
+            self._sums[number] += value
         value, gradient = value_and_gradient(self._loss, outputs, micro.targets, count=count, **micro.metric_options)
         self._sums[0] += value
         return gradient

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import prod
 from string import digits
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -137,26 +137,20 @@ class Part(NamedTuple):
     chunk: int
     rank: int | None  #: the helper rank; None: the owners
 
-    def with_next(self) -> Part:
-        """This part with one more layer."""
-        return self._replace(layers=range(self.layers.start, self.layers.stop + 1))
-
 
 def parts_of(chunks: Sequence[range], assigned: Sequence[Assigned], model: Model) -> list[Part]:
     """The parts of all chunks, in order: those of owners and of helper ranks in turn, the owners' first and last."""
     helper = {number: term.rank for term in assigned for number in term.numbers(model)}
     parts = []
     for chunk, layers in enumerate(chunks):
-        parts.append(Part(range(layers.start, layers.start), chunk, None))
-        for number in layers:
-            rank = helper.get(number)
-            if rank != parts[-1].rank and rank is not None and parts[-1].rank is not None:
-                parts.append(Part(range(number, number), chunk, None))
-            if rank != parts[-1].rank:
-                parts.append(Part(range(number, number), chunk, rank))
-            parts[-1] = parts[-1].with_next()
-        if parts[-1].rank is not None:
-            parts.append(Part(range(layers.stop, layers.stop), chunk, None))
+        parts.append(Part(layers[:0], chunk, None))
+        for rank, run in groupby(layers, helper.get):
+            numbers = list(run)
+            part = Part(range(numbers[0], numbers[-1] + 1), chunk, rank)
+            if rank is None:
+                parts[-1] = part
+            else:
+                parts += [part, Part(range(part.layers.stop, part.layers.stop), chunk, None)]
     return parts
 
 
@@ -388,7 +382,7 @@ class HelpedNeighbours(_Messages):
         """``between``: the neighbours of this stage, for parts instead of chunks. Raises UsageError if a helper rank is
         on the mesh, or not in the world."""
         super().__init__(passes, mesh.all_ranks("helper"), backend)
-        self._between, self._others, self._activity = between, mesh.others, mesh.activity
+        self._between, self._others = between, mesh.others
         self.stages, self.stage = between.stages, between.stage
         ranks = [mesh.comm.members[number] for number in mesh.ranks_in_order]
         for rank in passes.helpers:
@@ -604,16 +598,13 @@ class _Owners(_Messages):
             if chunk > source:
                 ends = accumulate(map(len, several[0]), initial=0)
                 self.rows[m, self.passes.stage_of(chunk)] = [slice(*pair) for pair in pairwise(ends)]
-                self._take_context(m, dict(zip(names[1:], map(concatenated, several[1:]), strict=True)))
+                arrays = dict(zip(names[1:], map(concatenated, several[1:]), strict=True))
+                documents = Documents(arrays["numbers"], arrays.get("starts")) if "numbers" in arrays else None
+                known = {"samples": arrays.get("samples"), "mask": arrays.get("mask"), "documents": documents}
+                self.contexts[m] = replace(self.contexts[m], **known)
             return concatenated(several[0])
 
         return Deferred(messages, take)
-
-    def _take_context(self, m: int, arrays: Mapping[str, Array]) -> None:
-        documents = Documents(arrays["numbers"], arrays.get("starts")) if "numbers" in arrays else None
-        self.contexts[m] = replace(
-            self.contexts[m], samples=arrays.get("samples"), mask=arrays.get("mask"), documents=documents
-        )
 
     def start_send(self, x: Array, m: int, chunk: int, to: int, ctx: ForwardContext | None = None) -> Any:
         assert ctx is not None
@@ -674,24 +665,21 @@ class AssignedLayers:
         self._neighbours = _Owners(passes, self._group, backend, owners, self.weights, extras)
         shards = [Shards(self._alone, self._layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
         stand_ins: Any = self.weights, self.weights, extras
-        self.chunks = {
-            part: Chunk(
-                segments(model, passes.parts[part].layers, Recompute(composition.recompute)),
-                model.layers,
-                shards,
-                *stand_ins,
-                dtype=dtype,
-            )
-            for part in passes.on_place(self._place)
-        }
+        recompute, self.chunks = Recompute(composition.recompute), dict[int, Chunk]()
+        for part in passes.on_place(self._place):
+            parts = segments(model, passes.parts[part].layers, recompute)
+            self.chunks[part] = Chunk(parts, model.layers, shards, *stand_ins, dtype=dtype)
         self._forwards: dict[int, tuple[Execution, dict[tuple[int, int], list[slice]]]] = {}  # by number
 
     def follow(self, order: Mapping[str, Any]) -> None:
         """Do this rank's part of a pass that rank 0 orders: see ``HelpedNeighbours.order``."""
         what, neighbours, number = order["pass"], self._neighbours, order["number"]
         neighbours.begin(len(order["contexts"]))
-        if order["weights"]:
-            self._receive_weights()
+        for part in self.chunks if order["weights"] else ():
+            about: dict[str, Any] = {"like": self._backend, "label": "weights"}
+            start = partial(self._group.start_receive, neighbours.owners(part)[0], **about)
+            for layer in self._passes.parts[part].layers:
+                self.weights.start_receive(layer, start)
         if what == "backward":
             execution, neighbours.rows = self._forwards.pop(number)
             program = self._passes.one_pass(schedules.Backward, self._place)
@@ -709,13 +697,6 @@ class AssignedLayers:
                     self._forwards[number] = execution, neighbours.rows
         execution.run(program)
         neighbours.finish()
-
-    def _receive_weights(self) -> None:
-        for part in self.chunks:
-            about: dict[str, Any] = {"like": self._backend, "label": "weights"}
-            start = partial(self._group.start_receive, self._neighbours.owners(part)[0], **about)
-            for number in self._passes.parts[part].layers:
-                self.weights.start_receive(number, start)
 
     def _context(self, scalars: Mapping[str, Any]) -> ForwardContext:
         xp, length = self._backend.xp, scalars["length"]

@@ -30,10 +30,6 @@ PIPELINES = tuple(name for name in schedules.SCHEDULES if name != "sequential")
 RECOMPUTE = tuple(kind.value for kind in Recompute)
 
 
-def _offloaded(text: str) -> str:
-    return "" if text == "none" else text
-
-
 @dataclass(frozen=True)
 class ParallelConfig(Configuration):
     """How ranks share a model. Except for ``compress``, fields control how a step is computed, not its result.
@@ -143,7 +139,7 @@ class ParallelConfig(Configuration):
     )
     offload: str | None = setting(
         None,
-        read=_offloaded,
+        read=lambda text: "" if text == "none" else text,
         metavar="none|optimizer,parameters,activations",
         unset="nothing",
         help="What lives elsewhere while it is not in use: optimizer state, parameters (under ZeRO 3, or if every rank "

@@ -18,7 +18,7 @@ from spmd_engine.engine.state.buffers_and_side_outputs import Extras
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.unsharder import Unsharder
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import Extra, ForwardContext, Layer
+from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.shards import Shards
 
@@ -64,7 +64,8 @@ class Chunk:
         self._numbers = [number for segment in segments for number in segment.layers]
         self._later = {number: range(number + 1, self._numbers[-1] + 1) for number in self._numbers}
         self._earlier = {number: range(number - 1, self._numbers[0] - 1, -1) for number in self._numbers}
-        self._losses = {number: losses for number in self._numbers if (losses := _list_losses(layers[number][1]))}
+        outputs = {number: layers[number][1].side_outputs.items() for number in self._numbers}
+        self._losses = {number: [name for name, output in of if output.loss] for number, of in outputs.items()}
 
     @contextmanager
     def wrapped(self, wrap: Callable[[str, Layer], Layer]) -> Iterator[None]:
@@ -95,7 +96,10 @@ class Chunk:
                 if ctx.saving:
                     record.of_layers.append(self._put(result[1], p))
                 if len(result) > 2:
-                    self._take(number, ctx, result[2], record)
+                    if self._extras is not None:
+                        self._extras.take(number, ctx, result[2])
+                    if not ctx.saving and result[2].decided is not None:
+                        record.decided[number] = result[2].decided
         return x
 
     def _between(self, number: int, x: Array, ctx: ForwardContext) -> Array:
@@ -116,12 +120,6 @@ class Chunk:
                 self.stash.expect(record.x if record.x is not None else record.of_layers[-1])
                 break
         return taken
-
-    def _take(self, number: int, ctx: ForwardContext, extra: Extra, record: Saved) -> None:
-        if self._extras is not None:
-            self._extras.take(number, ctx, extra)
-        if not ctx.saving and extra.decided is not None:
-            record.decided[number] = extra.decided
 
     def backward(self, saved: list[Saved], dy: Array, on_input_gradient: Callable[[Any], None]) -> None:
         """Both parts of the backward, layer by layer: weights' gradients while the arrays that they need are in memory.
@@ -161,9 +159,11 @@ class Chunk:
                 self._repeat(segment, record)
             for number in reversed(segment.layers):
                 p = self._unsharder.unshard(number, keep=keep, prefetch=self._earlier[number])
-                side = self._side_gradients(number, record.ctx)
+                # The gradients of auxiliary losses are their share in the step's loss.
+                losses, factor = self._losses[number], record.ctx.share * record.ctx.scale
+                side = (dict.fromkeys(losses, factor),) if losses else ()
                 dy, rest = self._layers[number][1].backward_input(
-                    self._shards[number], p, self._pop(record, None if repeated else [*saved, record]), dy, *side
+                    self._shards[number], p, self._pop(record, None if repeated else saved), dy, *side
                 )
                 if self._half is not None:
                     dy = then(dy, lambda dx: dx if dx is None else rounded(dx, self._half))
@@ -177,7 +177,7 @@ class Chunk:
     def _pop(self, record: Saved, before: Sequence[Saved] | None) -> Any:
         """What the last layer of a record saved; None: it is in memory, since the forward has just been repeated."""
         saved = record.of_layers.pop()
-        return saved if before is None else self._take_back(saved, before)
+        return saved if before is None else self._take_back(saved, [*before, record])
 
     def _repeat(self, segment: LayerSegment, record: Saved) -> None:
         x, record.x = record.x, None
@@ -189,17 +189,9 @@ class Chunk:
                 x = self._between(number, x, ctx)
             record.of_layers.append(saved)
 
-    def _side_gradients(self, number: int, ctx: ForwardContext) -> tuple[dict[str, float], ...]:
-        """The gradients of a layer's auxiliary losses, if any: their share in the step's loss."""
-        return (dict.fromkeys(self._losses[number], ctx.share * ctx.scale),) if number in self._losses else ()
-
     def _backward_weight(self, number: int, rest: Any) -> None:
         self._layers[number][1].backward_weight(self._shards[number], rest, self._reducer.sums(number))
         self._reducer.layer_done(number)
-
-
-def _list_losses(layer: Layer) -> list[str]:
-    return [name for name, output in layer.side_outputs.items() if output.loss]
 
 
 # --- Recomputation of activations in the backward: memory for time
@@ -265,9 +257,6 @@ class PipelineNeighbours:
         """Use other channels than the last step, so that messages of a step that failed do not reach this one."""
         self._first_channel += self._used
         self._used = 2 * micro_batches * self.chunks
-
-    def is_last(self, chunk: int) -> bool:
-        return chunk == self.chunks - 1
 
     def here(self, chunk: int) -> bool:
         """Whether a chunk lives on this rank."""
@@ -365,7 +354,7 @@ class Execution:
         y, saved = self._chunks[c].forward(self.inputs.pop((m, c)), self.contexts[m])
         if self.contexts[m].training:
             self.saved[m, c] = saved
-        if self._neighbours.is_last(c):
+        if c == self._neighbours.chunks - 1:
             self.output_gradients[m, c] = self._loss_gradient(m, y)
         elif self._neighbours.here(c + 1):
             self.inputs[m, c + 1] = y

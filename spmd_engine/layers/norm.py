@@ -9,7 +9,7 @@ from spmd_engine.arrays import normalization
 from spmd_engine.arrays.backend import Array, at_least_one, backend_of, number_of
 from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.declarations import Activation, Buffer, Parameter
+from spmd_engine.layers.declarations import Activation, Buffer, Image, Parameter, Sized
 from spmd_engine.layers.layer import Extra, Layer
 
 
@@ -89,15 +89,15 @@ class GroupNorm(Layer):
 
     def __init__(
         self,
-        channels: tuple[str, int],
+        channels: Sized,
         groups: int,
-        image: tuple[int, int],
+        image: Image,
         *,
         letters: str = "bhw",
         epsilon: float = 1e-5,
     ) -> None:
         c, number = channels
-        if groups < 1 or number % groups:
+        if number % groups:
             raise UsageError(f"GroupNorm: {number} channels are not {groups} groups of equal size")
         self.groups, self.epsilon = groups, epsilon
         self.terms = image[0] * image[1] * number // groups
@@ -109,23 +109,18 @@ class GroupNorm(Layer):
             "shift": Parameter(c, decay=False, summed=letters),
         }
 
-    def _membership(self, sh, like):
-        """[c g]: 1 where a channel of this rank belongs to a group."""
-        xp, (channel, number) = backend_of(like).xp, *self.sizes.items()
-        span = sh.span(channel, number)
-        group = xp.arange(span.start, span.stop) * self.groups // number
-        return (group[:, None] == xp.arange(self.groups)).astype(like.dtype)
-
     def _mean(self, sh, x, members):
         """The means of x[b h w c] over each group, [b g], replicated."""
         return sh.all_reduce(x.sum((1, 2)) @ members, over=self.over) / self.terms
 
     def forward(self, sh, p, x, ctx):
-        dtype, x = x.dtype, widened(x)
-        members = self._membership(sh, x)
+        xp, (channel, number), dtype, x = backend_of(x).xp, *self.sizes.items(), x.dtype, widened(x)
+        span = sh.span(channel, number)
+        group = xp.arange(span.start, span.stop) * self.groups // number  # of each channel of this rank
+        members = (group[:, None] == xp.arange(self.groups)).astype(x.dtype)  # [c g]: 1 for a channel in a group
         normal = x - (self._mean(sh, x, members) @ members.T)[:, None, None]
         variance = self._mean(sh, normal * normal, members)
-        inverse = ((1 / backend_of(x).xp.sqrt(variance + self.epsilon)) @ members.T)[:, None, None]
+        inverse = ((1 / xp.sqrt(variance + self.epsilon)) @ members.T)[:, None, None]
         normal *= inverse
         return rounded(normal * p["scale"] + p["shift"], dtype), (rounded(normal, dtype), inverse, members)
 
@@ -171,7 +166,7 @@ class BatchNorm(Layer):
 
     def __init__(
         self,
-        channels: tuple[str, int],
+        channels: Sized,
         *,
         letters: str = "bhw",
         momentum: float = 0.1,

@@ -114,6 +114,11 @@ class DecoderConfig(Configuration):
         if self.mixture is not None and self.family != "gpt2" and not gated:
             raise UsageError("with experts, all perceptrons must have a gate with silu, and no biases")
 
+    @property
+    def width_of_heads(self) -> int:
+        """k, also where it follows from the width."""
+        return self.head_width or self.width // self.heads
+
     def has_window(self, block: int) -> bool:
         """Return whether queries of this block see only the window."""
         windowed = block_numbers(self.window_layers, "window_layers")
@@ -136,7 +141,7 @@ class DecoderConfig(Configuration):
         """Raise UsageError if the rotary positions of a block do not fit the head width."""
         for block in range(self.layers):
             if (options := self.attention_of(block).rotary) is not None:
-                rotary_with(self.head_width or self.width // self.heads, options)
+                rotary_with(self.width_of_heads, options)
 
 
 NANO: dict[str, Any] = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}

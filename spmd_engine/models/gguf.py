@@ -243,7 +243,7 @@ def gguf_facts(shape: DecoderConfig) -> tuple[dict[str, Any], dict[str, list[flo
     family = FAMILIES[shape.family]
     if not family.gguf.architecture:
         raise UsageError(f"llama.cpp has no architecture for a {shape.family}; export it as huggingface")
-    shape, head_width = _explicit(shape), _head_width(shape)
+    shape = shape.changed(key_value_heads=shape.key_value_heads or shape.heads, head_width=shape.width_of_heads)
     rms = {**family.usual(shape.width), **family.implied}.get("norm", "rms") == "rms"
     facts: dict[str, Any] = {
         "block_count": shape.layers,
@@ -257,8 +257,8 @@ def gguf_facts(shape: DecoderConfig) -> tuple[dict[str, Any], dict[str, list[flo
     }
     if family.implied:
         facts.pop("attention.head_count_kv")
-    if head_width * shape.heads != shape.width:
-        facts |= {"attention.key_length": head_width, "attention.value_length": head_width}
+    if shape.width_of_heads * shape.heads != shape.width:
+        facts |= dict.fromkeys(("attention.key_length", "attention.value_length"), shape.width_of_heads)
     facts |= {name: value for field, name in family.gguf.values.items() if (value := getattr(shape, field)) is not None}
     tensors = {}
     if family.rope is not None:
@@ -277,16 +277,8 @@ def gguf_facts(shape: DecoderConfig) -> tuple[dict[str, Any], dict[str, list[flo
     return {"general.architecture": kind} | {f"{kind}.{name}": value for name, value in facts.items()}, tensors
 
 
-def _head_width(shape: DecoderConfig) -> int:
-    return shape.head_width or shape.width // shape.heads
-
-
-def _explicit(shape: DecoderConfig) -> DecoderConfig:
-    return shape.changed(key_value_heads=shape.key_value_heads or shape.heads, head_width=_head_width(shape))
-
-
 def _rotary_facts(shape: DecoderConfig) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    rotary, rotated = shape.rotary, round(shape.rotary.part * _head_width(shape))
+    rotary, rotated = shape.rotary, round(shape.rotary.part * shape.width_of_heads)
     facts: dict[str, Any] = {"rope.dimension_count": rotated, "rope.freq_base": rotary.theta}
     if rotary.scaling == "llama3" and shape.family in _WITH_FREQUENCIES:
         plain = rotary.changed(scaling="none").frequencies(rotated // 2)
@@ -296,10 +288,7 @@ def _rotary_facts(shape: DecoderConfig) -> tuple[dict[str, Any], dict[str, list[
         facts |= {"rope.scaling.type": rotary.scaling, "rope.scaling.factor": rotary.factor}
     if rotary.scaling == "yarn":
         facts["rope.scaling.original_context_length"] = rotary.original_context
-        facts["rope.scaling.yarn_beta_fast"], facts["rope.scaling.yarn_beta_slow"] = (
-            rotary.fast_turns,
-            rotary.slow_turns,
-        )
+        facts |= {"rope.scaling.yarn_beta_fast": rotary.fast_turns, "rope.scaling.yarn_beta_slow": rotary.slow_turns}
     return facts, {}
 
 

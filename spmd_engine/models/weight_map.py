@@ -199,6 +199,6 @@ def _tensors(
 
 def _rows(shape: DecoderConfig, number: int) -> tuple[int, int, int]:
     """Return the rows of queries, keys or values in a tensor of all three in this order: first, end and total."""
-    width, shared = shape.head_width or shape.width // shape.heads, shape.key_value_heads or shape.heads
+    width, shared = shape.width_of_heads, shape.key_value_heads or shape.heads
     ends = (0, shape.heads * width, (shape.heads + shared) * width, (shape.heads + 2 * shared) * width)
     return ends[number], ends[number + 1], ends[-1]

@@ -21,10 +21,10 @@ from spmd_engine.checkpoints.format.folder import LOCK, lock_owner
 from spmd_engine.errors import UsageError
 from spmd_engine.files import open_regular
 from spmd_engine.foreign import parse_json, read_bytes, reading
-from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.numbers_by_rank import expanded
 from spmd_engine.training.observers import PLACED, DataPicture, EventLog, MetricsFile
 from spmd_engine.training.run import CONFIG
+from spmd_engine.training.train_config import AdaptConfig
 
 SERIES = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds")
 NO_CURVES = {"step", "tokens", "bytes_sent", "exposed_communication"}
@@ -59,10 +59,6 @@ class RunRecord:
     def last(self, *kinds: str) -> Mapping[str, Any]:
         """The last event of these kinds; empty if there is none."""
         return next((entry for entry in reversed(self.events) if entry.get("event") in kinds), {})
-
-    def first(self, event: str) -> Mapping[str, Any]:
-        """The first event of this kind; empty if there is none."""
-        return next((entry for entry in self.events if entry.get("event") == event), {})
 
     @property
     def seconds(self) -> float:

@@ -20,8 +20,7 @@ from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.inference import decode_inputs
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.state.moving_cache import pack_cache, unpack_cache
-from spmd_engine.engine.state.moving_state import Parts
+from spmd_engine.engine.state.moving_state import Parts, pack_cache, unpack_cache
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.serving.sampling import SamplingOptions, Vocabulary, choose

@@ -148,14 +148,6 @@ class ParameterGroup:
         segments = {f"{self.name}/decayed": flat[:end], f"{self.name}/plain": flat[end:]}
         return {name: part for name, part in segments.items() if part.size}
 
-    def join(self, segments: Mapping[str, Array], like: Array, interval: slice | None = None) -> dict[str, Array]:
-        """Arrays by member, as ``views`` returns them, from arrays by segment: views, since rows are not split.
-
-        ``like`` is any array of the segments' backend: empty segments are missing, but collectives need all names on
-        all ranks.
-        """
-        return {member.name: joined(self.place(member, interval), segments, like) for member in self.members}
-
     def place(self, member: Member, interval: slice | None = None) -> Place:
         """Where a member's rows of an interval are: their segment, their slice of it, and their shape."""
         interval = interval or self.whole
@@ -168,7 +160,11 @@ class ParameterGroup:
 
 
 def joined(place: Place, segments: Mapping[str, Array], like: Array) -> Array:
-    """The array of one member in ``ParameterGroup.join``, from its place."""
+    """The array of one member, as ``views`` returns it, from arrays by segment: a view, since rows are not split.
+
+    ``like`` is any array of the segments' backend: empty segments are missing, but collectives need all names on all
+    ranks.
+    """
     segment, part, shape = place
     if segment not in segments:
         return like[:0].reshape(shape if 0 in shape else (0, *shape[1:]))
@@ -198,17 +194,14 @@ def _batches(members: Iterable[Member], itemsize: int, threshold: int, cap: int)
     size = 0  # bytes
     for member in members:
         nbytes = member.largest * itemsize
-        if batch and (_must_separate(batch[0], member) or size + nbytes > cap or size >= threshold):
+        differs = batch and (batch[0].summed, batch[0].unit) != (member.summed, member.unit)
+        if batch and (differs or size + nbytes > cap or size >= threshold):
             yield batch
             batch, size = [], 0
         batch.append(member)
         size += nbytes
     if batch:
         yield batch
-
-
-def _must_separate(one: Member, other: Member) -> bool:
-    return one.summed != other.summed or one.unit != other.unit
 
 
 def _part_within(span: slice, interval: slice) -> slice:

@@ -12,7 +12,7 @@ from spmd_engine.arrays.random import key_of, normal
 from spmd_engine.comm import Mesh
 from spmd_engine.engine import ShardedEngine
 from spmd_engine.engine.state.assignment import Index
-from spmd_engine.errors import UsageError
+from spmd_engine.engine.zero.parameter_store import check_shapes
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,6 @@ class Page(ShardedEngine):
         self.after_update()
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
+        check_shapes(params, {name: weight.shape for name, weight in self.weights.items()})
         for name, parameter in self.parameters.items():
-            if name not in params:
-                raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
-            if tuple(params[name].shape) != self.global_shape(name):
-                raise UsageError(
-                    f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {self.global_shape(name)}"
-                )
             parameter[...] = self.block(name, params[name])

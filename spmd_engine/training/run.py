@@ -226,9 +226,14 @@ class Run:
         """Compare replicas and save, where this is due."""
         done = self.steps_done  # a rank may have been idle in between
         if _due(self._check_replicas_every, done):
-            self._compare_replicas(done)
-        if self._saving and self._is_written_everywhere():
-            self.finish_saving(must=False)
+            from spmd_engine.checkpoints.digest import compare_replicas
+
+            with self._phase("comparing replicas, step", done):
+                compare_replicas(self.engine, self.trainer.optimizer)
+        if self._saving:
+            is_written = np.array(self._saving.is_written, np.int64)
+            if self.engine.group().all_reduce(is_written, "min", label="save"):  # nowhere a rank is still writing
+                self.finish_saving(must=False)
         if ends or _due(self.save_every, done):
             self._start_saving(must=ends)
             if ends or not self._background:
@@ -351,12 +356,6 @@ class Run:
                 background=self._background and not must,
             )
 
-    def _is_written_everywhere(self) -> bool:
-        """Whether no rank is still writing. Collective."""
-        assert self._saving
-        mine = np.array(self._saving.is_written, np.int64)
-        return bool(self.engine.group().all_reduce(mine, "min", label="save"))
-
     def finish_saving(self, must: bool) -> None:
         """Finish the save in progress, if there is one; a failure is an error if it ``must`` succeed. Collective."""
         saving, self._saving = self._saving, None
@@ -385,12 +384,6 @@ class Run:
             return False
         self.evaluation = evaluation if evaluation.count else None  # without targets there is no loss
         return True
-
-    def _compare_replicas(self, step: int) -> None:
-        from spmd_engine.checkpoints.digest import compare_replicas
-
-        with self._phase("comparing replicas, step", step):
-            compare_replicas(self.engine, self.trainer.optimizer)
 
     def _traced(self, steps: int) -> Iterator[StepReport]:
         """Make the steps; the traced ones begin with the second, after the first has warmed up."""

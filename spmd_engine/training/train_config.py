@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.product_libraries.installed import LIBRARIES
 from spmd_engine.arrays.products import NUMPY
 from spmd_engine.comm.device_transport import DEVICE_TRANSPORTS
@@ -23,12 +24,12 @@ from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.models.names import IMAGES
 from spmd_engine.models.user_code import is_code, other_code
-from spmd_engine.training.adapt_config import AdaptConfig
-from spmd_engine.units import SECONDS
+from spmd_engine.units import SECONDS, seconds_of
 
 VERSION = 1  #: version of the JSON of jobs
 MOST = 1 << 24  #: samples, and micro-batches: more is a mistake
 LARGEST = 1e30  #: the largest rate, decay or limit
+LARGEST_FACTOR = 1e6  #: the largest factor or threshold of the adapter: more is a mistake
 AUGMENT = ("none", "shift", "shift-flip")  #: how training images may change at random
 
 
@@ -127,6 +128,53 @@ class StepConfig(Configuration):
 
 
 @dataclass(frozen=True)
+class AdaptConfig(Configuration):
+    """When a run observes its ranks, what it notices, and which changes of its shape are worth their cost: the interval
+    and the thresholds of the monitor, and the limits of the policy."""
+
+    every: str = setting(
+        "20", metavar="STEPS|TIME", help="Interval between observations: a number of steps, or a time such as 30s."
+    )
+    load_imbalance: float = setting(
+        0.05,
+        least=0,
+        most=LARGEST_FACTOR,
+        help="Threshold of the load imbalance, the part by which the longest computation of a rank exceeds the mean.",
+    )
+    memory_pressure: float = setting(
+        0.9, least=0, most=1, help="Threshold of the memory pressure, the part of its memory that a rank uses."
+    )
+    communication_overhead: float = setting(
+        0.3,
+        least=0,
+        most=1,
+        help="Threshold of the communication overhead, the part of a step in which ranks move data.",
+    )
+    least_gain: float = setting(
+        0.05, least=0, below=1, help="Hysteresis: the least part by which a change must shorten a step."
+    )
+    margin: float = setting(
+        2.0, least=1, most=LARGEST_FACTOR, help="A change must save this many times its cost over the remaining steps."
+    )
+    least_stay: int = setting(20, least=0, help="Steps between two changes.")
+    most_loss: float = setting(
+        0.0115, least=0, below=1, help="The most that all changes may lose if none of them pays, as a part of the time."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not any(self.interval):
+            raise UsageError(f"every is {self.every!r}: it must be above 0, as in 20 or 30s")
+
+    @property
+    def interval(self) -> tuple[int, float]:
+        """The interval between observations in steps, and in seconds; one of them is 0."""
+        if self.every.isdecimal():
+            return int(self.every), 0.0
+        return 0, seconds_of(self.every, "every")
+
+
+@dataclass(frozen=True)
 class CorpusFacts(Configuration):
     """The files of a corpus: equal for equal data."""
 
@@ -212,6 +260,7 @@ class TrainConfig(Configuration):
         return super().from_json(_with_defaults(content), where)
 
     @classmethod
+    @checked()
     def read(cls, path: str | Path) -> Self:
         """The job in a JSON file; raises UsageError, in one line, if it cannot be read or has an invalid value."""
         try:
@@ -222,6 +271,7 @@ class TrainConfig(Configuration):
             raise UsageError(f"{error}; a job is a JSON file, such as the config.json of a run") from error
         return cls.from_json(content, str(path))
 
+    @checked()
     def write(self, path: str | Path) -> None:
         """Write the JSON file that ``read`` reads, completely or not at all; raises UsageError if that fails."""
         with output_file(path, "the job") as file:

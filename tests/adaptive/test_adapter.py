@@ -12,8 +12,8 @@ from spmd_engine.adaptive import adapter as adapters
 from spmd_engine.adaptive.adapter import Adapter, replay
 from spmd_engine.adaptive.planner_process import PlannerProposals
 from spmd_engine.training import Trainer
-from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.run_folder import read_run
+from spmd_engine.training.train_config import AdaptConfig
 from support.random_jobs import RandomJob, losses_in
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from spmd_engine.adaptive.monitor import CrossingLog, Observation, crossings, observe
 from spmd_engine.errors import UsageError
-from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.train_config import AdaptConfig
 from spmd_engine.training.trainer import StepReport
 
 

@@ -14,7 +14,7 @@ from spmd_engine.adaptive.planner_process import PlannerProposals, machine_of
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.reshape import Shape
 from spmd_engine.training import TrainConfig
-from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.train_config import AdaptConfig
 from support.alive import is_alive
 
 MIB = 1 << 20

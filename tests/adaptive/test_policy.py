@@ -12,7 +12,7 @@ from spmd_engine.adaptive.monitor import Observation
 from spmd_engine.adaptive.policy import Policy, PolicyState, PredictedShape
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.reshape import Shape
-from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.train_config import AdaptConfig
 
 STEPS = 1000
 

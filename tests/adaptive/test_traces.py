@@ -8,7 +8,7 @@ import replay_traces
 from policy_traces import SimulatedShapes, replay_trace, steps_of_optimum
 
 from spmd_engine.adaptive.policy import Policy
-from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.train_config import AdaptConfig
 from support.pairwise import in_turn
 
 FOUR = replay_traces.shapes_of_four()

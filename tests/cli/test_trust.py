@@ -21,12 +21,12 @@ from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.reshape import Shape
 from spmd_engine.errors import UsageError
-from spmd_engine.jobs import joined_run
+from spmd_engine.jobs import run_job
 from spmd_engine.models.user_code import code_named, digest_of
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.supervisor import Supervisor
 from spmd_engine.training import TrainConfig
-from spmd_engine.training.adapt_config import AdaptConfig
+from spmd_engine.training.train_config import AdaptConfig
 from support.command_line import QUIET, TEXT
 
 PLANTED = """
@@ -96,7 +96,7 @@ REFUSE = {
 
 @pytest.mark.parametrize("command", [*LOOK.values(), *REFUSE.values()], ids=[*LOOK, *REFUSE])
 def test_no_command_runs_code_that_a_file_names(command, planted, here, monkeypatch):
-    monkeypatch.setattr(joined_run, "runs", lambda folder: True)  # as if its job were running
+    monkeypatch.setattr(run_job, "runs", lambda folder: True)  # as if its job were running
     code, _, error = here(*command)
     assert not os.path.exists("ran") and "planted_code" not in sys.modules
     if command in LOOK.values():

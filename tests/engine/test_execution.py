@@ -35,9 +35,6 @@ class Bystander:
 
     first = 0
 
-    def is_last(self, chunk):
-        return chunk == self.chunks - 1
-
     def here(self, chunk):
         return chunk in self._here
 

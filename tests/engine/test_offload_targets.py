@@ -12,8 +12,7 @@ from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.engine.offload import file as offload_file
 from spmd_engine.engine.offload.array import OffloadedArray, streamed
 from spmd_engine.engine.offload.config import TARGETS
-from spmd_engine.engine.offload.shapes import ShapesTarget
-from spmd_engine.engine.offload.target import PAGE, OffloadError, OffloadTarget, pages
+from spmd_engine.engine.offload.target import PAGE, OffloadError, OffloadTarget, ShapesTarget, pages
 
 MAKERS = {**TARGETS, "shapes": lambda folder, backend: ShapesTarget()}
 

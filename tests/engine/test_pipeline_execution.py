@@ -44,7 +44,6 @@ def test_without_a_pipeline_all_chunks_are_here():
     alone = PipelineNeighbours(None, [0] * 3, CPU)
     assert (alone.stages, alone.stage) == (1, 0)
     assert [alone.here(chunk) for chunk in range(3)] == [True] * 3
-    assert [alone.is_last(chunk) for chunk in range(3)] == [False, False, True]
 
 
 NAMES = ["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-h2"]

@@ -21,7 +21,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import documents, find_files
 from spmd_engine.formats.token_file import TokenFacts, add_to_digest, layout, open_token_file
 from spmd_engine.models.names import ends_at, load_config, tokenizer_at
-from spmd_engine.training.data.images import ImageRows, find_images
+from spmd_engine.training.data.images import find_images
 from spmd_engine.training.train_config import TrainConfig
 from support.altered import gguf_of, in_bytes, in_words
 from support.damaged import JSON, Kind, check_damaged, in_array, in_object, text_file
@@ -155,7 +155,7 @@ def read_plain(path):
 
 def read_images(path):
     found = find_images(str(path))
-    return ImageRows(found.parts)[:].tobytes(), found.y.tolist()
+    return found.x[:].tobytes(), found.y.tolist()
 
 
 def picture_file(ending):

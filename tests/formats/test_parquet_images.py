@@ -10,7 +10,7 @@ from PIL import Image
 from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import parquet_images
-from spmd_engine.training.data.images import ImageRows, find_images, load_images
+from spmd_engine.training.data.images import find_images, load_images
 from support.labelled_images import LABELS, PIXELS
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -38,7 +38,7 @@ def write(file, rows, names=("cat", "dog", "owl"), plain=False, **others):
 
 def read(path):
     source = find_images(str(path))
-    return ImageRows(source.parts)[:][..., 0], source
+    return source.x[:][..., 0], source
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -74,7 +74,7 @@ def test_images_are_decoded_when_they_are_needed_from_a_few_row_groups(tmp_path,
         "read_row_group",
         lambda self, number, *more: read_groups.append(number) or read_one(self, number, *more),
     )
-    images = ImageRows(find_images(str(file)).parts)
+    images = find_images(str(file)).x
     assert not read_groups
     numbers = np.array([22, 0, 7, 21, 4])
     np.testing.assert_array_equal(images[numbers][..., 0], PIXELS[numbers])

@@ -21,9 +21,9 @@ from spmd_engine.observability.monitor import Watched, curves
 from spmd_engine.observability.run_page import page_of
 from spmd_engine.observability.run_record import RunReader
 from spmd_engine.training import TrainConfig, Trainer
-from spmd_engine.training.adapt_config import AdaptConfig
 from spmd_engine.training.observers import ActivityFile, Observer
 from spmd_engine.training.run import Run
+from spmd_engine.training.train_config import AdaptConfig
 from support.command_line import QUIET, TEXT
 from support.pairwise import in_turn
 

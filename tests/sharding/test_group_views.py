@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmd_engine.sharding.groups import joined
 from support.parameter_groups import cases, group_of
+
+
+def joined_members(group, segments, like, interval=None):
+    """Arrays by member from arrays by segment."""
+    return {member.name: joined(group.place(member, interval), segments, like) for member in group.members}
 
 
 def wholes(group):
@@ -82,11 +88,11 @@ def test_join_is_the_way_back_from_segments(case):
     group, interval = case
     flat = np.arange(group.size)[interval]
     segments = group.segments(flat, interval)
-    joined, views = group.join(segments, flat, interval), group.views(flat, interval)
-    assert list(joined) == list(views)
+    arrays, views = joined_members(group, segments, flat, interval), group.views(flat, interval)
+    assert list(arrays) == list(views)
     for name, view in views.items():
-        np.testing.assert_array_equal(joined[name], view, strict=True)
-        assert np.shares_memory(joined[name], flat) or not view.size
+        np.testing.assert_array_equal(arrays[name], view, strict=True)
+        assert np.shares_memory(arrays[name], flat) or not view.size
 
 
 @given(cases(), st.integers(0, 255))
@@ -117,7 +123,10 @@ def test_without_an_interval_it_is_the_whole(case):
     named = [
         (group.views(flat), group.views(flat, everything)),
         (group.segments(flat), group.segments(flat, everything)),
-        (group.join(group.segments(flat), flat), group.join(group.segments(flat), flat, everything)),
+        (
+            joined_members(group, group.segments(flat), flat),
+            joined_members(group, group.segments(flat), flat, everything),
+        ),
     ]
     for ours, theirs in named:
         assert list(ours) == list(theirs)
@@ -153,18 +162,18 @@ def test_members_without_elements_are_in_no_segment_but_have_their_views():
     flat = np.zeros(2)
     segments = group.segments(flat)
     assert list(segments) == ["group0/decayed"]
-    for views in (group.views(flat), group.join(segments, flat)):
+    for views in (group.views(flat), joined_members(group, segments, flat)):
         assert {name: view.shape for name, view in views.items()} == {"w": (0, 3), "x": (2,), "rows": (2, 0)}
 
 
 def test_a_group_of_nothing_but_empty_members():
     group = group_of(("w", (0, 3), True))
     assert group.size == 0 and group.segments(np.zeros(0)) == {} and group.runs(np.zeros(0), lambda name: True) == []
-    assert group.join({}, np.zeros(0))["w"].shape == (0, 3)
+    assert joined_members(group, {}, np.zeros(0))["w"].shape == (0, 3)
 
 
 def test_what_is_joined_of_no_segments_is_of_the_same_kind():
     group = group_of(("w", (2, 3), True), ("bias", (2,), False))
     like, interval = np.zeros(6, np.float32), slice(0, 6)
-    joined = group.join(group.segments(like, interval), like, interval)
-    assert joined["bias"].shape == (0,) and joined["bias"].dtype == np.float32
+    arrays = joined_members(group, group.segments(like, interval), like, interval)
+    assert arrays["bias"].shape == (0,) and arrays["bias"].dtype == np.float32

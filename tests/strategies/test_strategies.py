@@ -294,7 +294,7 @@ def test_starting_values_are_functions_of_the_seed_alone(name):
 
 def test_weights_and_sizes_that_do_not_fit():
     engine = SingleDevice(D, F)
-    with pytest.raises(UsageError, match=r"no 'layer_0/weights'; it has: w"):
+    with pytest.raises(UsageError, match=r"no 'layer_0/weights'; there are: w"):
         engine.load_checkpoint({"w": np.ones((D, F))})
     with pytest.raises(UsageError, match=r"layer_0/weights: the checkpoint has shape \(7, 6\), the model \(6, 7\)"):
         engine.load_checkpoint({"layer_0/weights": np.ones((F, D)), "layer_1/weights": np.ones((F, D))})

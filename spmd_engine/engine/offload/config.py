@@ -11,10 +11,8 @@ from spmd_engine.arrays.meta.array import has_shapes_only
 from spmd_engine.axes import PIPE, count_ranks
 from spmd_engine.engine.offload.array import OffloadedArray
 from spmd_engine.engine.offload.file import FileTarget
-from spmd_engine.engine.offload.host import HostTarget
-from spmd_engine.engine.offload.shapes import ShapesTarget
 from spmd_engine.engine.offload.stash import Stash
-from spmd_engine.engine.offload.target import OffloadTarget
+from spmd_engine.engine.offload.target import HostTarget, OffloadTarget, ShapesTarget
 from spmd_engine.errors import UsageError
 from spmd_engine.requirements import Case, effect_if, requirement
 

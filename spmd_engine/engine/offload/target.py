@@ -1,4 +1,4 @@
-"""``OffloadTarget``: a place where arrays live while they are not in use."""
+"""``OffloadTarget``: a place where arrays live while they are not in use; such places without a file."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import numpy as np
 
 from spmd_engine.arrays import CPU, Backend
 from spmd_engine.arrays.memory import address_of
+from spmd_engine.arrays.meta.array import ShapedArray
+from spmd_engine.arrays.meta.meter import Memory, meter
 from spmd_engine.errors import UsageError
 from spmd_engine.units import readable_bytes
 
@@ -172,3 +174,91 @@ def pages(size: int) -> int:
 def bytes_of(memory: np.ndarray) -> np.ndarray:
     """The bytes of an array that is contiguous, by rows or by columns."""
     return (memory if memory.flags.c_contiguous else memory.T).reshape(-1).view(np.uint8)
+
+
+# --- Memory of the host, for arrays of a device
+
+
+class HostTarget(OffloadTarget):
+    """Pinned memory, from which the device copies fastest."""
+
+    where, remedy, needs_device = "memory of the host", "Use --offload-to disk", True
+
+    def __init__(self, folder: str, backend: Backend) -> None:
+        super().__init__()
+        self._pinned, self._blocks = backend.pinned_empty, dict[int, np.ndarray]()
+
+    def grow(self, offset: int, size: int) -> None:
+        block = self._pinned(size, np.uint8)
+        block[...] = 0
+        self._blocks[offset] = block
+
+    def read(self, offset: int, view: memoryview) -> int:
+        np.asarray(view)[...] = self._block(offset, len(view))
+        return len(view)
+
+    def write(self, offset: int, view: memoryview) -> int:
+        self._block(offset, len(view))[...] = np.asarray(view)
+        return len(view)
+
+    def _block(self, offset: int, size: int) -> np.ndarray:
+        first = max(start for start in tuple(self._blocks) if start <= offset)
+        return self._blocks[first][offset - first : offset - first + size]
+
+
+# --- In a dry run: shapes without bytes, whose transfers are counted
+
+
+class ShapesTarget(OffloadTarget):
+    """No place: what is read and written counts on the meter of the rank."""
+
+    where, has_bytes, arrays = "dry run", False, ShapedArray
+    smallest = 1  # what a layer saves is one array here
+
+    def __init__(self, holds_buffers: bool = False) -> None:
+        """``holds_buffers``: whether its threads' buffers are always in memory, as with offloaded activations."""
+        super().__init__()
+        size = THREADS * self.piece * holds_buffers
+        self._held = meter().allocate(size, "communication buffers", "offload")
+
+    def grow(self, offset: int, size: int) -> None:
+        """Shapes need no room."""
+
+    def read(self, offset: int, view: memoryview) -> int:
+        meter().transfer(len(view), 0)
+        return len(view)
+
+    def write(self, offset: int, view: memoryview) -> int:
+        meter().transfer(0, len(view))
+        return len(view)
+
+    def start_read(self, offset: int, into: ShapedArray) -> Future[ShapedArray]:
+        meter().transfer(into.nbytes, 0)
+        return _done(into)
+
+    def start_load(self, offset: int, size: int) -> Future[Memory]:
+        with meter().taking("activations", "read ahead"):
+            return _CountedWhenNeeded(meter().allocate(size))
+
+    def start_store(self, offset: int, memory: Memory) -> Future[None]:
+        meter().transfer(0, memory.nbytes)
+        return _done(None)
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+class _CountedWhenNeeded(Future[Memory]):
+    """A read that counts once a rank waits for it, as the simulation of a step expects."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self.set_result(memory)
+
+    def result(self, timeout: float | None = None) -> Memory:
+        memory = super().result(timeout)
+        meter().transfer(memory.nbytes, 0)
+        return memory

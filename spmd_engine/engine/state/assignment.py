@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -319,11 +319,6 @@ class ZeroConfig:
             raise UsageError(f"zero stage {self.zero}: it is 1, 2 or 3, or 0 for none")
         return self.zero
 
-    @property
-    def holds_others(self) -> bool:
-        """Whether stages hold layers that others compute."""
-        return bool(self.overlap)
-
     def table(
         self, axes: Mapping[str, int], sharded_axes: tuple[str, ...], dtype: np.dtype, *, trained: bool = True
     ) -> ArrayTable:
@@ -417,7 +412,8 @@ def assign(
         for upper, (first, end) in enumerate(overlaps(chunks, storage.overlap), 1):
             for layer in range(first, end):
                 held[layer] = tuple(dict.fromkeys((*held[layer], upper - 1, upper)))
-    all_uses = [_parameters_of(name, layer) for name, layer in model.layers]
+    # Of each layer: the local names of its parameters -> their full names.
+    all_uses = [{key: layer.tied.get(key, f"{name}/{key}") for key in layer.parameters} for name, layer in model.layers]
     users: dict[str, list[int]] = {}  # layers that use a parameter
     for layer, names in enumerate(all_uses):
         for full_name in names.values():
@@ -428,11 +424,7 @@ def assign(
     mine = [number for number in range(len(chunks)) if number % count == stage]
     homes = homes_of(model, layout, place)
 
-    @cache  # layers of one kind have the same result
-    def placed(
-        array: Parameter | Buffer, shape: tuple[int, ...], *stages: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], Sum, int]:
-        return _placed(array, shape, place, layout, itemsize, storage, *stages)
+    placed = cache(partial(_placed, place, layout, itemsize, storage))  # layers of one kind have the same result
 
     def member(
         name: str, array: Parameter | Buffer, shape: tuple[int, ...], unit: int, *stages: tuple[int, ...]
@@ -440,6 +432,10 @@ def assign(
         block, summed, largest = placed(array, shape, *stages)
         decays, small = isinstance(array, Parameter) and array.decay, largest * itemsize < storage.min_tensor_size
         return Member(name, block, decays, summed, largest, unit, homes.get(name), small)
+
+    def groups_here(members: Sequence[Member], kind: str = "group") -> list[ParameterGroup]:
+        groups = make_groups(members, itemsize, storage.threshold, storage.cap, kind)
+        return [group for group in groups if group.home is None or group.home.has(place)]
 
     members = []
     for number, (name, (parameter, shape)) in enumerate(model.parameters()):
@@ -453,8 +449,6 @@ def assign(
                 computed_on = tuple(sorted({held[layer][0] for layer in using}))
                 stages_of_sum = holders[name], () if computed_on == holders[name] else computed_on
             members.append(member(name, parameter, shape, unit, *stages_of_sum))
-    groups = make_groups(members, itemsize, storage.threshold, storage.cap)
-    local_groups = [group for group in groups if group.home is None or group.home.has(place)]
     layers = [layer for number in mine for layer in chunks[number]]
     here = {layer: stages for layer, stages in sorted(held.items()) if stage in stages}
     frozen = [
@@ -465,17 +459,13 @@ def assign(
         for local_name, buffer in described.buffers.items()
         if buffer.frozen
     ]
-    frozen = [buffer for buffer in frozen if buffer.summed.sharded]  # the others have no replicas to shard
-    frozen_groups = [
-        group for group in make_groups(frozen, itemsize, storage.threshold, storage.cap, "frozen")
-        if group.home is None or group.home.has(place)
-    ]  # fmt: skip
+    # Those that are not sharded have no replicas to shard.
+    frozen_groups = groups_here([buffer for buffer in frozen if buffer.summed.sharded], "frozen")
     names = {name for group in frozen_groups for name in group.spans}
     absent_names = {name for name, home in homes.items() if not home.has(place)}
     uses = {
         layer: {name: full_name for name, full_name in all_uses[layer].items() if full_name not in absent_names}
-        for number in mine
-        for layer in chunks[number]
+        for layer in layers
     }
     frozen_uses = {
         layer: {
@@ -483,16 +473,16 @@ def assign(
         }
         for layer in layers
     }
-    return Assignment(chunks, mine, uses, holders, local_groups, homes, frozen_groups, frozen_uses, here)
+    return Assignment(chunks, mine, uses, holders, groups_here(members), homes, frozen_groups, frozen_uses, here)
 
 
 def _placed(
-    array: Parameter | Buffer,
-    shape: tuple[int, ...],
     place: MeshPosition,
     layout: Layout,
     itemsize: int,
     storage: ZeroConfig,
+    array: Parameter | Buffer,
+    shape: tuple[int, ...],
     *stages: tuple[int, ...],
 ) -> tuple[tuple[int, ...], Sum, int]:
     """An array's block, how its gradient is summed, and the size of the largest block of any rank of the stage."""
@@ -514,7 +504,7 @@ def owned_rectangle(
     holding_stages: tuple[int, ...],
 ) -> Rectangle:
     """The part of a parameter, in a group of its own, that the rank at ``place`` updates."""
-    block, summed, largest = _placed(parameter, shape, place, layout, itemsize, storage, holding_stages)
+    block, summed, largest = _placed(place, layout, itemsize, storage, parameter, shape, holding_stages)
     group = ParameterGroup(0, [Member("", block, parameter.decay, summed, largest)])
     interval = group.intervals(place.axis_size(summed.sharded))[place.index(summed.sharded)]
     first, *others = layout.spec(parameter.dims).block(shape, place)
@@ -532,8 +522,3 @@ def homes_of(model: Model, layout: Layout, mesh: MeshPosition) -> dict[str, Home
                 parts[layer, letter] = layout.parts(layer, letter, count, mesh)
             homes[name] = Home(axes, parts[layer, letter][number])
     return homes
-
-
-def _parameters_of(layer_name: str, layer) -> dict[str, str]:
-    """A layer's local names of its parameters -> their full names."""
-    return {name: layer.tied.get(name, f"{layer_name}/{name}") for name in layer.parameters}

@@ -13,7 +13,7 @@ from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.comm import Mesh, Pending
 from spmd_engine.engine.state.array_table import BUFFER, FROZEN, ArrayTable
 from spmd_engine.engine.state.assignment import PIPE
-from spmd_engine.engine.zero.storage import start_copies
+from spmd_engine.engine.zero.storage import start_copies, wait_for_all
 from spmd_engine.layers import Buffer, Extra, ForwardContext, Layer, SideOutput
 from spmd_engine.models import Model
 from spmd_engine.sharding import Layout, Shards
@@ -95,14 +95,16 @@ class Buffers:
                 stacked = stacked.sum(axis=0, keepdims=True)
             waiting.setdefault(self._axes[name], {})[name] = stacked
         for axes, updates in waiting.items():
-            for name, stacked in (_summed(updates, axes, self._mesh) if axes else updates).items():
+            if axes:  # by one collective
+                sums = self._mesh.group(axes).all_reduce(_flat([*updates.values()]), label="buffers")
+                updates = _split(sums, updates)
+            for name, stacked in updates.items():
                 array = self.arrays[name]
                 array[...] = reduce(self._described[name].fold, stacked, array)
         self._updates.clear()
         for stages, names in self._on_stages.items():
             flat = _flat([self.arrays[name] for name in names])
-            for pending in start_copies(self._mesh.group(PIPE), flat, stages[0], stages, "buffers"):
-                pending.wait()
+            wait_for_all(start_copies(self._mesh.group(PIPE), flat, stages[0], stages, "buffers"))
             for name, values in _split(flat, {name: self.arrays[name] for name in names}).items():
                 self.arrays[name][...] = values
 
@@ -111,11 +113,6 @@ def _holds_element(element: tuple[str, int], name: str, layer: Layer, mesh: Mesh
     """Whether the layout gives this element of a letter, such as an expert, to this rank."""
     letter, number = element
     return Home(layout.axes(letter), layout.parts(name, letter, layer.sizes[letter], mesh)[number]).has(mesh)
-
-
-def _summed(updates: Mapping[str, Array], axes: tuple[str, ...], mesh: Mesh) -> dict[str, Array]:
-    """Arrays summed over ranks along ``axes``, by one collective."""
-    return _split(mesh.group(axes).all_reduce(_flat(list(updates.values())), label="buffers"), updates)
 
 
 def _flat(arrays: Sequence[Array]) -> Array:

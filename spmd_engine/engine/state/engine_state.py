@@ -112,18 +112,10 @@ def place(
 
     Raises the errors of ``assigned``, of ``ParameterStore`` and of ``HelpedNeighbours``.
     """
-    schedule, assignment = assigned(
-        model,
-        mesh,
-        layout,
-        dtype.itemsize,
-        storage=storage,
-        schedule=schedule,
-        stages=stages,
-        recompute=recompute,
-    )
+    how: dict[str, Any] = {"storage": storage, "schedule": schedule, "stages": stages, "recompute": recompute}
+    schedule, assignment = assigned(model, mesh, layout, dtype.itemsize, **how)
     described = dict(model.parameters())
-    how: dict[str, Any] = {"together": together, "trained": trained}
+    how = {"together": together, "trained": trained}
     store = ParameterStore(described, assignment, mesh, layout, storage, dtype, backend, **how)
     frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)
     table = storage.table(mesh.axes, (), dtype, trained=trained)

@@ -20,7 +20,7 @@ from spmd_engine.engine.state.array_table import MEMORY, STATE, ArrayTable, arra
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroConfig
 from spmd_engine.engine.uneven_stages import sum_over_stages
 from spmd_engine.engine.zero.compression import compression
-from spmd_engine.engine.zero.storage import GroupStorage
+from spmd_engine.engine.zero.storage import GroupStorage, wait_for_all
 from spmd_engine.errors import UnknownParameter, UsageError, check_argument, one_of
 from spmd_engine.layers import Parameter
 from spmd_engine.models import Model
@@ -144,16 +144,12 @@ class ParameterStore:
                 if part.size:
                     draw(name, part, self._index_of_rows(name, rows[name]))
 
-        for pending in [storage.start_fill(partial(draw_part, storage.group)) for storage in self.storages]:
-            if pending:
-                pending.wait()
+        wait_for_all(storage.start_fill(partial(draw_part, storage.group)) for storage in self.storages)
         self.publish()
 
     def publish(self) -> None:
         """After a fill of ``parameters`` that are masters: give them to layers, on all ranks. Collective."""
-        for pending in [storage.start_refresh() for storage in self.storages if storage.table.rounds]:
-            if pending:
-                pending.wait()
+        wait_for_all(storage.start_refresh() for storage in self.storages if storage.table.rounds)
 
     def counts_here(self, name: str) -> bool:
         """Whether a sum counts this rank's part of a parameter: on one of the ranks that own the same part."""
@@ -339,9 +335,7 @@ class StoredEngine(ShardedEngine):
 
     def after_update(self) -> None:
         """Send the updated parts to the ranks that hold replicas of the whole. Collective."""
-        for pending in [storage.start_refresh() for storage in self.storages]:
-            if pending:
-                pending.wait()
+        wait_for_all(storage.start_refresh() for storage in self.storages)
 
     def update_skipped(self) -> None:
         for storage in self.storages:

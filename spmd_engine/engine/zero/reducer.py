@@ -9,7 +9,7 @@ from typing import Any
 
 from spmd_engine.comm.pending import Deferred, Pending
 from spmd_engine.engine.state.array_table import GRADIENT
-from spmd_engine.engine.zero.storage import GroupStorage
+from spmd_engine.engine.zero.storage import GroupStorage, wait_for_all
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.layers import GradientSums
 
@@ -122,12 +122,8 @@ class Reducer:
         """Wait until every owner has the sum over all ranks."""
         while self._in_flight:
             self._accumulate_oldest()
-        for pending in self._reducing:
-            pending.wait()
+        wait_for_all(self._reducing)
         # Last: a reduction that other ranks wait for must not wait for one that has not begun.
-        for pending in [storage.start_reduce_rest() for storage in self._storages]:
-            if pending:
-                pending.wait()
-        for pending in [copied for storage in self._storages for copied in storage.start_copies()]:
-            pending.wait()
+        wait_for_all(storage.start_reduce_rest() for storage in self._storages)
+        wait_for_all(copied for storage in self._storages for copied in storage.start_copies())
         self._reducing.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -225,6 +225,13 @@ class GroupStorage:
         if not summed.computed_on or self._pipe is None:
             return ()
         return start_copies(self._pipe, self.own_gradients, summed.computed_on[0], summed.stages, "gradients")
+
+
+def wait_for_all(started: Iterable[Pending | Deferred | None]) -> None:
+    """Wait for operations that have all begun; None: there was nothing to begin."""
+    for pending in list(started):
+        if pending is not None:
+            pending.wait()
 
 
 def start_copies(pipe: Group, x: Array, source: int, stages: Sequence[int], label: str) -> Sequence[Pending | Deferred]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from math import ceil
-from typing import Any
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import CPU, Array, backend_of
@@ -161,11 +160,7 @@ class Dispatch:
         received, _ = sh.all_to_all(counts, sizes.tolist(), over="e", received=[len(self.here)] * len(sizes))
         received = received.reshape(len(sizes), len(self.here))  # [ranks, experts of this rank]
         self._came = received.sum(axis=1).tolist()
-        self._arrange(received, xp)
-
-    def _arrange(self, received: Array, xp: Any) -> None:
-        """Find the order of received rows by expert; they arrive rank by rank."""
-        host = CPU.xp
+        # The order of received rows by expert; they arrive rank by rank.
         ends = host.concatenate(([0], host.cumsum(received.sum(axis=0)))).tolist()
         #: by expert of this rank: its rows
         self.rows = [slice(*pair) for pair in pairwise(ends)]

@@ -109,7 +109,10 @@ class SharedExperts:
         if not self.weighted:
             return y, (saved, None)
         assert y is not None, "a weight goes with a shared expert"
-        weights = _sigmoid(einsum("td,d->t", x, p[_GATE], dtype=accumulated_in(x.dtype)))
+        logits = einsum("td,d->t", x, p[_GATE], dtype=accumulated_in(x.dtype))
+        xp = backend_of(logits).xp
+        small = xp.exp(-xp.abs(logits))
+        weights = xp.where(logits < 0, small, 1.0) / (1.0 + small)  # the sigmoid, without overflow
         return rounded(y * weights[:, None], y.dtype), (saved, (x, y, weights))
 
     def backward_input(self, p: Mapping[str, Any], saved: Any, dy: Array) -> tuple[Array | None, Any]:
@@ -138,13 +141,6 @@ class SharedExperts:
         if gate_rest is not None:
             x, dlogits = gate_rest
             g.einsum(_GATE, "td,t->d", x, dlogits)
-
-
-def _sigmoid(z: Array) -> Array:
-    """1 / (1 + exp(-z)), without overflow."""
-    xp = backend_of(z).xp
-    small = xp.exp(-xp.abs(z))
-    return xp.where(z < 0, small, 1.0) / (1.0 + small)
 
 
 # --- A mixture of experts: each token goes through a few of many perceptrons, which a router chooses

@@ -25,8 +25,7 @@ def _write(shape: Any) -> dict[str, Any]:
     written: dict[str, Any] = dict.fromkeys(("hidden_act", "hidden_activation"), _GELU[0])
     if shape.family == "gemma":
         return written
-    width = shape.head_width or shape.width // shape.heads
-    scale = width**-0.5 if shape.attention_scale is None else shape.attention_scale
+    scale = shape.width_of_heads**-0.5 if shape.attention_scale is None else shape.attention_scale
     divisor = round(scale**-2) if scale > 0 else 0
     if not divisor or abs(scale * sqrt(divisor) - 1) > 1e-12:
         raise UsageError(

@@ -206,7 +206,7 @@ def read_config(config: Config, where: str) -> tuple[DecoderConfig, list[str]]:
     fields = Fields(config)
     try:
         shape = _read(MODEL_TYPES[kind], fields)
-        shape = shape.changed(head_width=shape.head_width or shape.width // shape.heads)
+        shape = shape.changed(head_width=shape.width_of_heads)
         shape.check_rotary()
         return shape, fields.check_rest(where)
     except CheckpointError:

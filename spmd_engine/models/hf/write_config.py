@@ -105,14 +105,14 @@ def _rotate_alike(one: RotaryOptions, other: RotaryOptions, shape: DecoderConfig
     """Return whether two records describe the same rotation, to the precision of 32 bits."""
     if (one.part, one.pairs) != (other.part, other.pairs):
         return False
-    pairs = round(one.part * (shape.head_width or shape.width // shape.heads)) // 2
+    pairs = round(one.part * shape.width_of_heads) // 2
     numbers = zip([*one.frequencies(pairs), one.magnitude], [*other.frequencies(pairs), other.magnitude], strict=True)
     return all(isclose(first, second, rel_tol=1e-6) for first, second in numbers)
 
 
 def _value(shape: DecoderConfig, name: str) -> Any:
     """Return the value of a field, with defaults in place of None."""
-    width = shape.head_width or shape.width // shape.heads
+    width = shape.width_of_heads
     defaults = {"key_value_heads": shape.heads, "head_width": width, "attention_scale": width**-0.5}
     value = getattr(shape, name)
     return defaults.get(name) if value is None else value

@@ -14,8 +14,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.meta.array import ShapedArray
-from spmd_engine.arrays.meta.backend import Shapes, on_shapes
-from spmd_engine.arrays.meta.device import BATCH_MEMORY, DeviceShapes
+from spmd_engine.arrays.meta.backend import BATCH_MEMORY, DeviceShapes, Shapes, on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.arrays.precision import dtype_of
@@ -252,7 +251,7 @@ def _uneven_summed_parts(
     model: Model, layout: Layout, composition: ParallelConfig, axes: Mapping[str, int], itemsize: int
 ) -> list[UnevenParts]:
     """Uneven shards that several stages, or several replicas of a shard, sum shard by shard."""
-    holds_others, tied = composition.storage.holds_others, any(layer.tied for _, layer in model.layers)
+    holds_others, tied = bool(composition.storage.overlap), any(layer.tied for _, layer in model.layers)
     if not (axes.get(PIPE, 1) > 1 and (tied or holds_others)) and not (
         composition.storage.stage(axes) and sum(size > 1 for size in axes.values()) > 1
     ):

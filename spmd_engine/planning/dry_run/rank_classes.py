@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd_engine.axes import PIPE, MeshPosition, all_positions
 from spmd_engine.comm.notation import Weights, nested_span
-from spmd_engine.comm.shared_memory.node import MOST_RANKS
+from spmd_engine.comm.shared_memory.arena import MOST_RANKS
 from spmd_engine.comm.shared_memory.slot_table import size_of_table
 from spmd_engine.layers import Layer
 from spmd_engine.layers.contract import is_checked

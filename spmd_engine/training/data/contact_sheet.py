@@ -94,7 +94,6 @@ def show_images(path: str | Path, images: int) -> tuple[Mapping[str, Any], bytes
     Raises UsageError as ``find_images`` does.
     """
     source = find_images(str(path))
-    x = ImageRows(source.parts)
     held_out = np.bincount(source.y[source.held_out], minlength=(count := int(source.y.max()) + 1))
     learnt = np.bincount(source.y, minlength=count) - held_out
     names = [*source.names, *([""] * (count - len(source.names)))]
@@ -102,10 +101,10 @@ def show_images(path: str | Path, images: int) -> tuple[Mapping[str, Any], bytes
         {"class": number, "name": names[number], "images": int(learnt[number]), "held_out": int(held_out[number])}
         for number in range(count)
     ]
-    shape, dtype = list(x.shape[1:]), np.dtype(x.dtype).name
+    shape, dtype = list(source.x.shape[1:]), np.dtype(source.x.dtype).name
     facts = {"kind": "images", "path": str(path), "files": source.files, "shape": shape, "dtype": dtype}
     facts |= {"classes": classes, "notes": list(source.notes)}
-    return facts, contact_sheet(x, source.y, source.held_out, source.names, images)
+    return facts, contact_sheet(source.x, source.y, source.held_out, source.names, images)
 
 
 def as_lines(facts: Mapping[str, Any]) -> list[str]:

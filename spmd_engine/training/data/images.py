@@ -52,23 +52,12 @@ _KNOWN = (
     "a folder with a subfolder of images a class, a .csv file of paths and labels, or .parquet files"
 )
 
-Part = MappedArray | ImageFiles | ParquetRows | np.ndarray
+Part = MappedArray | ImageFiles | ParquetRows | np.ndarray  #: images [n h w] or [n h w c]
 
 
-@dataclass(frozen=True)
-class ImageSource:
-    """Labelled images that rank 0 found and checked."""
-
-    parts: tuple[Part, ...]  #: [n h w] or [n h w c] each, equal except for n
-    y: np.ndarray  #: int64: the class of each image of all parts, from 0
-    held_out: np.ndarray  #: numbers of the images for validation
-    files: int
-    names: Sequence[str] = ()  #: names of the classes, if they have any
-    notes: Sequence[str] = ()  #: what is not read
-
-
-def find_images(path: str | None) -> ImageSource:
-    """The images of a file or a folder; None: scikit-learn's digits. Raises UsageError, naming the file."""
+def find_images(path: str | None) -> Images:
+    """The images of a file or a folder, without a digest; None: scikit-learn's digits. Raises UsageError, naming the
+    file."""
     if path is None:
         return _digits()
     if path == "":
@@ -102,7 +91,7 @@ def find_unlabelled(path: Path, channels: int) -> tuple[ImageRows, list[str]]:
         is_data_set = is_table(path) or _beginning(path).startswith((_ZIP, MAGIC))
     if is_data_set:
         source = find_images(str(path))
-        return ImageRows(source.parts), [*source.notes]
+        return source.x, [*source.notes]
     files, notes = pictures_at(path, channels)
     _check_images(str(path), files, [])
     return ImageRows([files]), notes
@@ -113,7 +102,7 @@ def _beginning(path: Path) -> bytes:
         return file.read(len(MAGIC))
 
 
-def _digits() -> ImageSource:
+def _digits() -> Images:
     """scikit-learn's 1,797 handwritten digits, 8 x 8 pixels from 0 to 16: read from its file, since its import takes
     seconds."""
     spec = find_spec("sklearn")
@@ -128,17 +117,17 @@ def _digits() -> ImageSource:
     return _check_sources([(str(file), table[:, :-1].reshape(-1, 8, 8) / 16, table[:, -1].astype(np.int64))], 1)
 
 
-def _image_files(where: Path, found: LabelledImages) -> ImageSource:
+def _image_files(where: Path, found: LabelledImages) -> Images:
     sources = [(str(where), files, y) for files, y in found.parts]
     return _check_sources(sources, sum(len(y) for _, y in found.parts), found.names, found.notes)
 
 
-def _parquet(files: Sequence[Path]) -> ImageSource:
+def _parquet(files: Sequence[Path]) -> Images:
     found = read_parquet_images(files)
     return _check_sources(found.parts, found.files, found.names, found.notes)
 
 
-def _idx(folder: Path) -> ImageSource:
+def _idx(folder: Path) -> Images:
     parts: list[tuple[str, Part, np.ndarray]] = []
     read = set()
     for patterns in IDX_NAMES:
@@ -155,7 +144,7 @@ def _idx(folder: Path) -> ImageSource:
     return _check_sources(parts, 2 * len(parts), notes=notes)
 
 
-def _npz(file: Path) -> ImageSource:
+def _npz(file: Path) -> Images:
     names = set(npz_names(file))
     for pairs in NPZ_NAMES:
         if names.issuperset(pairs[0]):
@@ -180,8 +169,8 @@ def _load(array: MappedArray | np.ndarray) -> np.ndarray:
 
 def _check_sources(
     sources: Sequence[tuple[str, Part, np.ndarray]], files: int, names: Sequence[str] = (), notes: Sequence[str] = ()
-) -> ImageSource:
-    """A source of parts, which come with their places and classes; a second part is held out."""
+) -> Images:
+    """Images of parts, which come with their places and classes; a second part is held out."""
     parts, classes = [], []
     for where, x, y in sources:
         y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
@@ -193,7 +182,7 @@ def _check_sources(
     held_out = np.arange(len(classes[0]), len(y)) if len(parts) > 1 else part_of(len(y), -(-len(y) // HELD_OUT), 0)
     if not 0 < len(held_out) < len(y):
         raise UsageError(f"--data {sources[0][0]}: {len(y)} images, too few to train on some and hold out others")
-    return ImageSource(tuple(parts), y, held_out, files, names, notes)
+    return Images(ImageRows(parts), y, held_out, files, "", names, notes)
 
 
 def check_pixels(where: str, dtype: np.dtype) -> None:
@@ -252,8 +241,9 @@ _MOST_BYTES = 1 << 24  # size of the images that the digest reads at once
 class ImageRows:
     """Images[n h w c] of several arrays, one after the other, read by numbers or slices of n."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        opened: list[Any] = [part if isinstance(part, np.ndarray) else part.open() for part in parts]
+    def __init__(self, sources: Sequence[Part]) -> None:
+        self.sources = sources
+        opened: list[Any] = [part if isinstance(part, np.ndarray) else part.open() for part in sources]
         self.parts = [part[..., None] if len(part.shape) == 3 else part for part in opened]  # grey: one channel
         self._starts = np.cumsum([0, *map(len, self.parts)])
         self.shape = (int(self._starts[-1]), *self.parts[0].shape[1:])
@@ -280,7 +270,7 @@ class Images:
     y: np.ndarray  #: int64[n]
     held_out: np.ndarray  #: numbers of the images for validation
     files: int
-    sha256: str  #: digest of pixels, classes and held-out numbers: equal for equal images in another format
+    sha256: str  #: digest of pixels, classes and held-out numbers, whatever the format; "" if it is not made yet
     names: Sequence[str] = ()  #: names of the classes, if they have any
     notes: Sequence[str] = ()  #: what is not read
 
@@ -304,11 +294,11 @@ def load_images(group: Group, path: str | None) -> Images:
     for each node.
     Raises the same UsageError on every rank for data that are missing, damaged or invalid.
     """
-    source: Any = on_rank_zero(group, lambda: find_images(path))  # an ImageSource; None on other ranks
+    source: Any = on_rank_zero(group, lambda: find_images(path))  # None on other ranks
     facts = json_from_rank_zero(group, lambda: _describe(source, path or "the digits"))
     shared = []
     for number, part_facts in enumerate(facts["parts"]):
-        parts = [source.parts[number]] if source and not part_facts else None
+        parts = [source.x.sources[number]] if source and not part_facts else None
         shared.append(_part_from_json(part_facts) if part_facts else share_array(group, parts, label="images"))
     y = group.broadcast(source.y if source else None, group.lowest, label="images")
     held_out = group.broadcast(source.held_out if source else None, group.lowest, label="images")
@@ -316,10 +306,10 @@ def load_images(group: Group, path: str | None) -> Images:
     return Images(x, y, held_out, *(facts[name] for name in ("files", "sha256", "names", "notes")))
 
 
-def _describe(source: ImageSource, where: str) -> dict[str, Any]:
-    """A source in JSON, without its arrays; all images are read once, for the digest."""
-    parts = [None if isinstance(part, np.ndarray) else asdict(part) for part in source.parts]
-    sha256 = _digest(ImageRows(source.parts), source.y, source.held_out, where)
+def _describe(source: Images, where: str) -> dict[str, Any]:
+    """What rank 0 found in JSON, without its arrays; all images are read once, for the digest."""
+    parts = [None if isinstance(part, np.ndarray) else asdict(part) for part in source.x.sources]
+    sha256 = _digest(source.x, source.y, source.held_out, where)
     texts = {"names": list(source.names), "notes": list(source.notes)}
     return {"parts": parts, "files": source.files, "sha256": sha256, **texts}
 
