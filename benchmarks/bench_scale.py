@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from time import process_time
 from types import SimpleNamespace
@@ -22,12 +23,12 @@ import numpy as np
 
 from spmd_engine.axes import position_of
 from spmd_engine.checkpoints.digest import compare_replicas
-from spmd_engine.checkpoints.format.manifest import MODEL, Manifest, stored_arrays
+from spmd_engine.checkpoints.format.blocks import HASH
+from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER, RESIDUES, Manifest, Section
 from spmd_engine.checkpoints.load_in_place import Wanted, parts_of_rank
-from spmd_engine.checkpoints.save import assign_blocks, residue_plans
+from spmd_engine.checkpoints.save import FILE, assign_blocks, files_of, residue_plans
 from spmd_engine.cli.bench.measuring import count_option, output_option, report
-from spmd_engine.comm.agreement.joining import gather_texts
-from spmd_engine.comm.agreement.rank_zero import gather_json
+from spmd_engine.comm.agreement.signature import gather_texts
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
@@ -111,10 +112,12 @@ def rows_of_all(row: np.ndarray, size: int) -> list[np.ndarray]:
     return list(rows)
 
 
-def texts_of_all(row: np.ndarray, size: int) -> list[np.ndarray]:
-    """The text that every rank sends: another digest in each."""
-    text = row.tobytes()
-    return [np.frombuffer(text.replace(b"f" * 8, b"%08d" % rank), np.uint8) for rank in range(size)]
+def rows_of_files(row: np.ndarray, size: int) -> list[np.ndarray]:
+    """What every rank tells of its files: another hash of each."""
+    hashes = np.random.default_rng(0).bytes(HASH * size)
+    rows = np.tile(row.view(FILE), (size, 1))
+    rows["sha256"][:, 1:] = np.frombuffer(hashes, f"V{HASH}")[:, None]
+    return [one.view(np.uint8) for one in rows]
 
 
 def parts_of(size: int) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Mapping[str, int]]]]:
@@ -138,32 +141,49 @@ def parts_of(size: int) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any]
     placement = exchange_placements(placing, {"": held})[""]
     yield "placements", lambda: exchange_placements(placing, {"": held}), lambda _: {"bytes": placing.nbytes}
     yield "assignment of blocks", lambda: assign_blocks(placement, np.zeros(size, np.int64)), lambda _: {}
-    written, saving = {"error": "", "written": {MODEL: [4096, "f" * 64, {}]}}, Gathering(size, texts_of_all)
-    agree: Any = lambda: gather_json(saving, written, "save")  # type: ignore[arg-type]  # noqa: E731
-    agree()
-    yield "results of a save", agree, lambda _: {"bytes": saving.nbytes}
-    pieces = assign_blocks(placement, np.zeros(size, np.int64))
+    mine = np.array([(0, b""), *[(4096, bytes(32))] * 3], FILE)
+    saving: Any = Gathering(size, rows_of_files)
+    tell = lambda: saving.all_gather(mine.view(np.uint8)).view(FILE).reshape(size, -1)  # noqa: E731
+    tell()
+    yield "results of a save", tell, lambda _: {"bytes": saving.nbytes}
 
     def manifest() -> str:
+        files = [files_of(column) for column in tell()[:, 1:].T]
+        pieces = assign_blocks(placement, np.zeros(size, np.int64))
         arrays = {name: (array.shape, "F32", pieces[name]) for name, array in placement.items()}
-        files = {rank: (4096, f"{rank:064x}") for rank in range(size)}
-        return Manifest(1, {MODEL: stored_arrays(MODEL, arrays, files)}, mesh=f"data={size}").text()
+        state = {f"{kind}/{name}": array for kind in ("mean", "square") for name, array in arrays.items()}
+        (residues,) = residue_plans(compressing)
+        sections = Section(MODEL, arrays, files[0]), Section(OPTIMIZER, state, files[1]), residues.stored(files[2], {})
+        return Manifest(1, {one.name: one for one in sections}, mesh=f"data={size}").text()
 
+    telling: Any = Gathering(size, lambda row, size: [row] * size)
+    residues = {name: np.zeros(part.shape, dtype) for name, (dtype, part) in held.items()}
+    compressing: Any = SimpleNamespace(residues=residues, group=lambda: telling)
+    yield "kinds of residues", lambda: residue_plans(compressing), lambda _: {"bytes": telling.nbytes}
     yield "manifest, on rank 0", manifest, lambda text: {"bytes": len(text)}
-    text = manifest()
-    yield "reading the manifest", lambda: Manifest.parse(text, "it"), lambda _: {"bytes": len(text)}
-    stored, on_node = Manifest.parse(text, "it").sections[MODEL], range(min(size, PER_NODE))
-    wanted = [Wanted(name, stored[name], placed, None) for name, placed in placement.items()]
-    yield "reading a checkpoint, its part", lambda: list(parts_of_rank(wanted, 0, on_node)), lambda _: {}
+    text = manifest().encode()
+    on_node = range(min(size, PER_NODE))
+
+    def load() -> Manifest:
+        read = Manifest.read(BytesIO(text), "it")
+        for name in read.file_names(slice(0, None, size)):
+            read.file(name)
+        model, state = read.sections[MODEL], read.sections[OPTIMIZER]
+        wanted = [Wanted(name, model[name], placed, None) for name, placed in placement.items()]
+        for kind in ("mean", "square"):
+            wanted += [Wanted(name, state[f"{kind}/{name}"], placed, None) for name, placed in placement.items()]
+        parts = list(parts_of_rank(wanted, 0, on_node))
+        own = [array.blocks[0] for array in read.sections[RESIDUES].of(0).values()]
+        assert len(parts) == len(wanted) == 3 * len(own)
+        return read
+
+    yield "reading the manifest", lambda: Manifest.read(BytesIO(text), "it"), lambda _: {"bytes": len(text)}
+    yield "a load's part, with that", load, lambda _: {}
     engine: Any = SimpleNamespace(parameters={name: np.zeros(1) for name in placement}, buffers={})
     engine.placement = lambda: placement
     comparing: Any = Gathering(size, lambda row, size: [row] * size)
     engine.group = lambda: comparing
     yield "comparison of replicas", lambda: compare_replicas(engine), lambda _: {"bytes": comparing.nbytes}
-    telling: Any = Gathering(size, lambda row, size: [row] * size)
-    residues = {name: np.zeros(part.shape, dtype) for name, (dtype, part) in held.items()}
-    compressing: Any = SimpleNamespace(residues=residues, group=lambda: telling)
-    yield "kinds of residues", lambda: residue_plans(compressing), lambda _: {"bytes": telling.nbytes}
     sharded = {name: (Spec.parse("d/data f"), part.shape) for name, (_, part) in held.items()}
     shaping: Any = Gathering(size, lambda row, size: [row] * size)
     first = position_of(0, {"data": size})
@@ -182,7 +202,7 @@ def parts_of(size: int) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any]
 @click.command()
 @click.option("--ranks", default="64,1024,4096,16384", show_default=True, help="Numbers of ranks.")
 @count_option("rounds", 3)
-@output_option()
+@output_option
 def scale(ranks: str, rounds: int, output: Path | None) -> None:
     """Time and count what one rank does, for several numbers of ranks."""
     sizes = [int(size) for size in ranks.split(",")]

@@ -33,7 +33,7 @@ ONE_STEP = ["--steps", "1", "--eval-every", "0", "--eval-samples", "1", "--sampl
 @click.command()
 @count_option("ranks", 8)
 @count_option("rounds", 3)
-@output_option()
+@output_option
 def start(ranks: int, rounds: int, output: Path | None) -> None:
     """Time the whole of 'train --steps 1', with the reading of its data and the writing of its checkpoint.
 

@@ -79,7 +79,7 @@ STRATEGIES = {
 @count_option("steps", 5)
 @count_option("rounds", 3)
 @click.option("--only", metavar="TEXT", help="Strategies whose names contain this; the first is always run.")
-@output_option()
+@output_option
 def strategies(
     model: str, ranks: str, batch_size: int, steps: int, rounds: int, only: str | None, output: Path | None
 ) -> None:
@@ -125,7 +125,7 @@ def strategies(
 @count_option("ranks", 8, least=2)
 @count_option("steps", 12)
 @count_option("rounds", 3)
-@output_option()
+@output_option
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def oversubscribed(ranks: int, steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
     """Compare tokens a second on one rank a core with more ranks than cores; further options go to 'train'."""

@@ -141,7 +141,7 @@ def steps_of(
 ) -> Trainer:
     """A trainer that has executed two steps."""
     engine = build_engine(config, mesh, composition)
-    batch = synthetic_batch(engine.model, engine, batch_size, micro_batches, None, engine.dtype, real=True)
+    batch = synthetic_batch(engine.model, engine, batch_size, micro_batches, None, dtype=engine.dtype, real=True)
     trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=False)
     trainer.step()
     trainer.step()

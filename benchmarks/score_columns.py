@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.decoder import GPT_SIZES
-from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import read_machine
 
 #: The quantities used, and the names of their columns.
 NAMES: Mapping[str, Sequence[str]] = {

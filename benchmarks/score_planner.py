@@ -35,8 +35,7 @@ from score_columns import Columns, TransformerRun
 
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import GPTSize, Model, gpt
-from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.machine.machine import Machine, read_machine
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.search_space import Candidate
 
@@ -305,7 +304,7 @@ def told(name: str, errors: Iterable[float]) -> None:
 
 def score_all_reduce(rows: Sequence[Row], _: argparse.Namespace) -> None:
     """Score all_reduce in an A100 node; ``link_share`` and ``wait_seconds`` are fitted to a quarter of the rows."""
-    from spmd_engine.planning.simulator.collective_time import CollectiveTimes
+    from spmd_engine.planning.simulator.times import CollectiveTimes
 
     rows = [row for row in rows if row["gpu"] == "a100"]
     fitting = [row for row in rows if share(row) < 0.25]

@@ -35,8 +35,7 @@ from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.analyze import synthetic_batch
-from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
-from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.machine.machine import Machine, parse_machine, read_machine, toml_of
 from spmd_engine.planning.machine.measure import measure_machine
 from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.training import Trainer
@@ -97,7 +96,9 @@ def measure(name: str, seconds: float) -> float:
     model, axes, options, micro_batches = named()[name]
     with Mesh(**parse_axes(axes)) as mesh:
         engine = build_engine(ModelConfig(model), mesh, ParallelConfig(**options))
-        batch = synthetic_batch(engine.model, engine, BATCHES[model], micro_batches, None, engine.dtype, real=True)
+        batch = synthetic_batch(
+            engine.model, engine, BATCHES[model], micro_batches, None, dtype=engine.dtype, real=True
+        )
         trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-4, step_metrics=False)
         turns: list[float] = []
         for number in range(10_000):

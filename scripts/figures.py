@@ -19,7 +19,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import GPTSize, Model, deep_mlp, gpt
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
-from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import read_machine
 from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.units import exact_bytes, readable_bytes, readable_seconds
 

@@ -270,8 +270,7 @@ def train(config):
 def predict(config):
     """The predicted step on a packaged machine of the GPU's name, or on an H100."""
     from spmd_engine.engine.parallel_config import ParallelConfig
-    from spmd_engine.planning.machine.files import read_machine
-    from spmd_engine.planning.machine.machine import Curve
+    from spmd_engine.planning.machine.machine import Curve, read_machine
     from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 
     names = [name for name in ("a100", "h100", "h200") if name.upper() in device_name(config["device"])]

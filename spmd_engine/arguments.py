@@ -8,99 +8,129 @@ from functools import cache, wraps
 from inspect import Parameter, Signature, isfunction, signature
 from math import inf
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from spmd_engine.errors import UsageError, counted, described, is_array, one_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", NoneType: "None"}
 _PLURALS = {"int": "whole numbers", "float": "numbers", "str": "texts", "Any": "values"}
-_NAMES = {"ndarray": "an array", "PathLike": "a path"}
+_NAMES = {"ndarray": "an array", "PathLike": "a path", "Callable": "a function"}
+Limits = tuple[float, float]  # the least number, and the first that is too large
 
 
 def checked(
-    least: Mapping[str, float] = MappingProxyType({}), optional: Collection[str] = (), **give: str
+    limits: Mapping[str, float | Limits] = MappingProxyType({}), optional: Collection[str] = (), **give: str
 ) -> Callable[[F], F]:
-    """A decorator of a function or an ``__init__``: a call raises UsageError, which names the function, for an argument
-    that it does not have or that lacks, for one that does not fit its annotation, and for a number that is not finite
-    or below its ``least``. None fits ``optional`` ones. ``give`` says what to pass, by argument; else the annotation
-    does.
+    """A decorator of a function, or of a class for its ``__init__``: a call raises UsageError, which names the
+    function, for an argument that it does not have or that lacks, for one that does not fit its annotation, and for a
+    number outside of its ``limits``: not finite or below the least, or not below the second. None fits ``optional``
+    ones. ``give`` says what to pass, by argument; else the annotation does.
     """
+    ranges = {name: limit if isinstance(limit, tuple) else (limit, inf) for name, limit in limits.items()}
 
-    def decorate(function: Any) -> Any:
-        name = function.__qualname__.removesuffix(".__init__")
+    def decorate(of: Any) -> Any:
+        function = of.__init__ if isinstance(of, type) else of
 
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            for argument, value, kind in _given(name, function, args, options):
-                if value is None and argument in optional:
+            name = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
+            for argument, value in bound(name, function, args, options).items():
+                default, kind = _parameters(function)[argument]
+                if value is default or value is None and argument in optional:
                     continue
-                for where, what, wanted in _misfits(argument, value, kind):
-                    raise UsageError(f"{name}: {where} is {_shown(what)}; give {give.get(argument, wanted)}")
-                if argument in least and value is not None and not least[argument] <= value < inf:
-                    wanted = f"give {give[argument]}" if argument in give else f"it must be from {least[argument]}"
-                    raise UsageError(f"{name}: {argument} is {value}; {wanted}")
+                for where, what, advice in _misfits(argument, value, kind, ranges.get(argument)):
+                    advice = f"give {give[argument]}" if argument in give else advice
+                    raise UsageError(f"{name}: {where} is {_shown(what)}; {advice}")
             return function(*args, **options)
 
-        return call
+        if function is of:
+            return call
+        of.__init__ = call
+        return of
 
     return decorate
 
 
-def _given(name: str, function: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The arguments of a call that are not the defaults, each with its type."""
-    of = _signature(function)
+def bound(
+    name: str, function: Any, args: Sequence[Any], options: Mapping[str, Any], like: Callable | None = None
+) -> dict[str, Any]:
+    """The arguments of a call by parameter. Raises UsageError, which names the function, if it does not accept these
+    arguments, which are those of ``like``."""
+    if not callable(function):
+        raise UsageError(f"{name} is {described(function)}; give a function")
     try:
-        given = of.bind(*args, **options).arguments
+        of = _signature(function) if isfunction(function) else signature(function)
+        return of.bind(*args, **options).arguments
     except TypeError as error:
-        names = [argument for argument in of.parameters if argument != "self"]
-        for unknown in options.keys() - names:
+        names = [argument for argument in signature(function).parameters if like or argument != "self"]
+        for unknown in options.keys() - names if not like else ():
             raise UsageError(f"{name} has no argument {unknown!r}; {one_of(unknown, names)}") from None
-        raise UsageError(f"{name}: {error}; its arguments are {', '.join(names)}") from None
-    for argument, value in given.items():
-        parameter = of.parameters[argument]
-        if parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) and value is not parameter.default:
-            yield argument, value, _kind(parameter.annotation, function.__module__)
+        called = f", but is called with ({', '.join(signature(like).parameters)})" if like else ""
+        raise UsageError(f"{name}: {error}; it takes ({', '.join(names)}){called}") from error
 
 
 @cache
-def _signature(function: Any) -> Signature:
+def _signature(function: Callable) -> Signature:
     return signature(function)
 
 
 @cache
-def _kind(annotation: Any, module: str) -> Any:
-    """The type that an annotation names; Any without one, and for a type that only type checkers import."""
-    try:
-        return eval(annotation, vars(sys.modules[module])) if isinstance(annotation, str) else Any
-    except (NameError, AttributeError):
-        return Any
+def _parameters(function: Any) -> dict[str, tuple[Any, Any]]:
+    """The default and the type of each parameter: Any without one, for ``*`` and ``**``, and for a type that only type
+    checkers import."""
+    names = vars(sys.modules[function.__module__])
+    found = {}
+    for name, parameter in _signature(function).parameters.items():
+        kind = parameter.annotation
+        try:
+            kind = eval(kind, names) if isinstance(kind, str) else kind
+        except (NameError, AttributeError):
+            kind = Parameter.empty
+        several = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        found[name] = parameter.default, Any if several or kind is Parameter.empty else kind
+    return found
 
 
-def _misfits(where: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, str]]:
-    """What does not fit a type: a value or an item of it, with its place, and what to give instead."""
+def _misfits(where: str, value: Any, kind: Any, limits: Limits | None = None) -> Iterator[tuple[str, Any, str]]:
+    """What does not fit a type or the limits: a value or an item of it, with its place, and advice, which is that of
+    an ``Annotated`` type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        if all(any(_misfits(where, value, one)) for one in inner):
-            yield where, value, _wanted(kind)
+        fitting = [one for one in inner if not any(_misfits(where, value, one))]
+        if not fitting:
+            names = [name for one in inner if get_origin(one) is Literal for name in get_args(one)]
+            yield where, value, one_of(value, names) if names else f"give {_wanted(kind)}"
+        for one in fitting[:1]:
+            yield from _misfits(where, value, one, limits)
+    elif origin is Annotated:
+        yield from ((place, item, f"give {inner[1]}") for place, item, _ in _misfits(where, value, inner[0], limits))
+    elif origin is Literal:
+        if value not in inner:
+            yield where, value, one_of(value, inner)
     elif origin is not None and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
         wrong = (str, bytes, Mapping) if issubclass(origin, Sequence) else (str, bytes)
-        if not isinstance(value, Iterable) or isinstance(value, wrong):
-            yield where, value, _wanted(kind)
-        elif isinstance(value, (tuple, list)) and origin is not tuple and inner:
-            for number, item in enumerate(value):
-                yield from _misfits(f"{where}[{number}]", item, inner[0])
+        counts = origin is tuple and ... not in inner
+        items = value if isinstance(value, (tuple, list)) else ()
+        if not isinstance(value, Iterable) or isinstance(value, wrong) or counts and len(items) != len(inner):
+            yield where, value, f"give {_wanted(kind)}"
+        elif inner:
+            for number, item in enumerate(items):
+                yield from _misfits(f"{where}[{number}]", item, inner[number if counts else 0], limits)
     elif not _fits(value, origin or kind):
-        yield where, value, _wanted(kind) + ", not its class" * isinstance(value, type)
+        yield where, value, f"give {_wanted(kind)}" + ", not its class" * isinstance(value, type)
+    elif limits and kind in (int, float) and not limits[0] <= value < limits[1]:
+        yield where, value, f"it must be from {limits[0]}" + f" below {limits[1]}" * (limits[1] < inf)
     elif callable(value) and inner and isinstance(inner[0], list) and not _takes(value, inner[0]):
-        yield where, value, f"{_wanted(kind)} of {counted(len(inner[0]), 'argument')}"
+        yield where, value, f"give {_wanted(kind)} of {counted(len(inner[0]), 'argument')}"
 
 
 def _fits(value: Any, kind: Any) -> bool:
     if kind is bool:
-        return hasattr(value, "__bool__")
+        return not is_array(value) and value in (True, False)
     if kind in (int, float):
-        return hasattr(value, "__index__" if kind is int else "__float__") and not is_array(value)
+        number = hasattr(value, "__index__" if kind is int else "__float__") and not isinstance(value, type)
+        return number and not is_array(value) and value == value  # NaN is not
     try:
         return not isinstance(kind, type) or isinstance(value, kind)
     except TypeError:  # a protocol that exists for type checkers only
@@ -129,6 +159,10 @@ def _wanted(kind: Any) -> str:
         return "a function"
     if origin is not None and issubclass(origin, Mapping):
         return "a mapping"
+    if origin is Annotated:
+        return inner[1]
+    if origin is tuple and ... not in inner:
+        return f"({', '.join(map(_wanted, inner))})"
     if origin is not None and issubclass(origin, Iterable):
         name = getattr(inner[0], "__name__", "such")
         return f"a list of {_PLURALS.get(name, f'{name} objects')}"

@@ -7,6 +7,8 @@ a float, or on a device an array of no dims, for which the host need not wait.
 
 from __future__ import annotations
 
+from math import inf
+
 from spmd_engine.arrays.activations import cross_entropy_gradient, exponentiate, scores_of_targets
 from spmd_engine.arrays.backend import Array, backend_of, number_of
 from spmd_engine.arrays.fused import chunks
@@ -22,15 +24,13 @@ def mean_squared_error(
 
     Raises UsageError if the shapes differ.
     """
-    _check_arrays("mean_squared_error", outputs=outputs, targets=targets)
+    _check_arrays("mean_squared_error", outputs, targets, mask)
     if outputs.shape != targets.shape:
         raise UsageError(f"mean_squared_error: outputs of shape {outputs.shape}, targets of {targets.shape}")
     difference = widened(outputs) - widened(targets)
     if difference.dtype.kind in "iub":  # the gradient would be 0
         raise UsageError(f"mean_squared_error: outputs of {outputs.dtype}, targets of {targets.dtype}; give floats")
-    if count is None:
-        count = float(outputs.size if mask is None else mask.sum())
-    weight = 1.0 / (count or 1.0)
+    weight = 1.0 / _terms("mean_squared_error", count, outputs.size if mask is None else mask)
     weighted = difference if mask is None else difference * mask.astype(difference.dtype)
     value = number_of((weighted * difference).sum()) * weight
     return value, weighted * difference.dtype.type(2.0 * weight)
@@ -52,7 +52,7 @@ def cross_entropy(
     the targets' scores; it never gathers the outputs. Raises UsageError for shapes that do not match and for targets
     that are not classes. After Shoeybi et al., "Megatron-LM" (2019).
     """
-    _check_arrays("cross_entropy", outputs=outputs, targets=targets)
+    _check_arrays("cross_entropy", outputs, targets, mask)
     xp = backend_of(outputs).xp
     _check_rows("cross_entropy", outputs, targets, mask)
     if over is None and not start:  # otherwise targets may be classes of other ranks
@@ -62,7 +62,7 @@ def cross_entropy(
     tokens, width = scores.shape
     wide = accumulated_in(scores.dtype)
     weights = xp.ones(tokens, wide) if mask is None else mask.reshape(-1).astype(wide)
-    count = float(weights.sum()) if count is None else count
+    count = _terms("cross_entropy", count, weights)
 
     top = widened(scores.max(axis=1)) if width else xp.full(tokens, -xp.inf, wide)
     if over is not None:
@@ -75,9 +75,9 @@ def cross_entropy(
         piece.sum(axis=1, out=sums[0, part])
     if over is not None:
         sums = over.all_reduce(sums, label="loss")
-    value = number_of(((xp.log(sums[0]) - sums[1]) * weights).sum(dtype=xp.float64)) / (count or 1.0)
+    value = number_of(((xp.log(sums[0]) - sums[1]) * weights).sum(dtype=xp.float64)) / count
 
-    weights /= wide.type(count or 1.0)
+    weights /= wide.type(count)
     if not is_half(scores.dtype):
         cross_entropy_gradient(scores, sums[0], weights, local_targets)
         return value, scores.reshape(outputs.shape)
@@ -89,10 +89,18 @@ def cross_entropy(
     return value, scores.reshape(outputs.shape)
 
 
-def _check_arrays(name: str, **arrays: Array) -> None:
-    for role, x in arrays.items():
+def _check_arrays(name: str, outputs: Array, targets: Array, mask: Array | None) -> None:
+    for role, x in ("outputs", outputs), ("targets", targets), ("mask", targets if mask is None else mask):
         if not is_array(x):
             raise UsageError(f"{name}: {role} is {described(x)}; give an array")
+
+
+def _terms(name: str, count: float | None, own: int | Array) -> float:
+    """The number of terms of the global mean, or 1 if there are none; ``own``: those of this call, or their weights."""
+    terms = count or float(own if isinstance(own, int) else own.sum())
+    if count is not None and not 0 <= count == terms < inf:
+        raise UsageError(f"{name}: count is {count}; give the number of terms of the global mean")
+    return terms or 1.0
 
 
 def _check_rows(name: str, outputs: Array, targets: Array, mask: Array | None) -> None:
@@ -126,6 +134,7 @@ def right_classes(
     the group of ranks that hold c and ``start`` the first class of this rank: the group reduces largest scores and
     their classes, and all its ranks get the same result.
     """
+    _check_arrays("right_classes", outputs, targets, mask)
     xp = backend_of(outputs).xp
     _check_rows("right_classes", outputs, targets, mask)
     scores = outputs.reshape(targets.size, outputs.shape[-1])

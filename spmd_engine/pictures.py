@@ -64,11 +64,16 @@ class Picture:
     notes: Sequence[str] = ()
     fold: tuple[int, int] | None = None
 
+    def rows(self, widest: int = WIDEST) -> Iterator[Row]:
+        """Title, drawing, table and notes as text, with an empty row between them; the drawing no wider than ``widest``
+        if it can be folded."""
+        yield [(self.title, None)]
+        notes: list[Row] = [[(note, None)] for note in self.notes]
+        for part in [*text_rows(self.drawing, self.fold, widest)], [*text_rows(self.table)], notes:
+            yield from [[], *part] if part else ()
+
     def __str__(self) -> str:
-        drawing = text_rows(self.drawing, self.fold)
-        below = (text_rows(self.table), [[(note, None)] for note in self.notes])
-        parts = [[[(self.title, None)]], drawing, *(part for part in map(list, below) if part)]
-        return "\n\n".join("\n".join("".join(place[0] for place in row).rstrip() for row in part) for part in parts)
+        return "\n".join("".join(characters for characters, _ in row).rstrip() for row in self.rows())
 
     def _repr_html_(self) -> str:
         """An image for notebooks and pages; its texts are read aloud."""

@@ -57,6 +57,16 @@ def narrow():
         yield
 
 
+@pytest.fixture(scope="module")
+def few_evaluations():
+    """Let the number of evaluations end a search for a plan soon: its time would depend on how busy the machine is."""
+    from spmd_engine.planning.search import plan_search
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_search, "EVALUATIONS", 1500)
+        yield
+
+
 @pytest.fixture
 def sigint_is_heard():
     """Handle SIGINT here and in child processes: a background job, and so its Python, starts with SIGINT ignored."""

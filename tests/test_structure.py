@@ -50,7 +50,7 @@ TOOLS_USE = {"adaptive": {"planning"}, "observability": {"adaptive", "planning"}
 
 #: Module-level state that changes at run time, with the reason why it may.
 STATE = {
-    "arguments.py: _kind": "the cache of a pure function",
+    "arguments.py: _parameters": "the cache of a pure function",
     "arguments.py: _signature": "the cache of a pure function",
     "arrays/attention.py: _parts": "the cache of a pure function",
     "arrays/attention.py: _rows_and_keys": "the cache of a pure function",
@@ -80,7 +80,7 @@ STATE = {
     "configuration.py: _types": "the cache of a pure function",
     "configuration.py: _checked_default": "the cache of a pure function",
     "configuration.py: _type": "the cache of a pure function",
-    "checkpoints/format/manifest.py: _wrong_with": "the cache of a pure function",
+    "checkpoints/format/blocks.py: _name_of": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",
     "sharding/placement.py: along": "the cache of a pure function, for one call of another",
     "sharding/routes.py: _parts": "the cache of a pure function",
@@ -88,7 +88,7 @@ STATE = {
     "sharding/resharding.py: _exchange_plan": "the cache of a pure function",
     "tokens/encoding.py: _process": "the process that runs chat templates, started once",
     "training/data/array_data.py: epoch_order": "the cache of a pure function",
-    "comm/notation.py: _parsed": "the cache of a pure function",
+    "comm/notation.py: parse": "the cache of a pure function",
     "comm/communicators/threads.py: _libraries": "the libraries of linear algebra, until more modules are loaded",
     "comm/shared_memory/arena.py: memory_here": "the process's memory, asked for once",
     "comm/shared_memory/cross_memory.py: _process_vm_readv": "the system's function, found once",
@@ -250,7 +250,7 @@ ROOMS = {
     "uneven stages and shares": (
         r"uneven",
         """
-        adaptive/candidates.py axes.py checkpoints/load_in_place.py cli/plan/page.py comm/views.py
+        adaptive/candidates.py axes.py checkpoints/load_in_place.py cli/plan.py comm/views.py
         engine/parallel_config.py engine/state/assignment.py engine/state/engine_state.py engine/uneven_stages.py
         models/layouts.py planning/dry_run/analyze.py planning/dry_run/model_shards.py planning/dry_run/rank_classes.py
         planning/search/neighbours.py planning/search/plan_search.py

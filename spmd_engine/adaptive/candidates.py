@@ -6,7 +6,7 @@ work that the ranks of a shape do, and from the speeds that the ranks show; a pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd, prod
@@ -70,12 +70,9 @@ def kind_of_change(before: Shape, after: Shape) -> str:
         boundaries = {"shares": after.composition.shares, "stages": after.composition.stages}
         is_overlap = before.composition.overlap_layers and before.composition.changed(**boundaries) == after.composition
         return "stages" if is_overlap else "mesh"
-    old, new = (_along_tensors(shape) for shape in (before, after))
-    return "tensors" if old != new else "samples"
-
-
-def _along_tensors(shape: Shape) -> Mapping[str, Sequence[int]]:
-    return {axis: numbers for axis, numbers in shape.composition.work_shares.items() if axis not in BATCH}
+    old, new = before.composition.work_shares, after.composition.work_shares
+    uneven = (old.keys() | new.keys()) - set(BATCH)
+    return "tensors" if any(old.get(axis) != new.get(axis) for axis in uneven) else "samples"
 
 
 def ranks_at(shape: Shape) -> list[int]:

@@ -28,7 +28,7 @@ from typing import Any
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.meta.backend import on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
-from spmd_engine.axes import count_ranks
+from spmd_engine.axes import count_ranks, rank_grid
 from spmd_engine.comm import Group
 from spmd_engine.comm.agreement.rank_zero import failure_text, gather_json, on_all_ranks, text_from_rank_zero
 from spmd_engine.comm.shared_memory.arena import memory_here
@@ -37,7 +37,6 @@ from spmd_engine.engine.reshape import Reshaper, Shape
 from spmd_engine.engine.state.engine_state import Copies
 from spmd_engine.engine.zero.parameter_store import Placements, parts_of, placements_of
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.dry_run.rank_classes import separate_classes
 from spmd_engine.planning.dry_run.recorder import Recorder
 from spmd_engine.planning.dry_run.shaped_mesh import DryRunRanks, Mailbox, ShapedMesh
 from spmd_engine.sharding.placement import ArrayPlacement, Held, Placement, Rectangles, exchange_placements
@@ -357,7 +356,7 @@ def describe_change(reshaper: Reshaper, shape: Shape) -> dict[str, Held]:
     old, new = parts_of(reshaper.placed, "old "), parts_of(None, "new ")
     if (position := reshaper.position_in(shape)) is not None:
         axes, model = shape.axes, reshaper.model_in(shape.composition)
-        ranks = DryRunRanks(axes, separate_classes(axes), Mailbox(), ["here"] * count_ranks(axes))
+        ranks = DryRunRanks(axes, rank_grid(axes), Mailbox(), ["here"] * count_ranks(axes))
         recorder = Recorder(Meter())
         with on_shapes() as backend, metered(recorder.meter):
             mesh = ShapedMesh(ranks, position.coordinates, recorder)

@@ -121,15 +121,10 @@ class Crossing:
     threshold: float
     ranks: Mapping[int, float]  #: those above it, with their own values
 
-    @property
-    def what(self) -> str:
-        """The name as words."""
-        return self.name.replace("_", " ")
-
     def __str__(self) -> str:
         more = f" and {len(self.ranks) - LISTED} more" if len(self.ranks) > LISTED else ""
         ranks = f" (rank {', '.join(map(str, [*self.ranks][:LISTED]))}{more})" if self.ranks else ""
-        return f"{self.what} {self.value:.2f} above {self.threshold:g}{ranks}"
+        return f"{self.name.replace('_', ' ')} {self.value:.2f} above {self.threshold:g}{ranks}"
 
 
 def crossings(observation: Observation, config: AdaptConfig) -> list[Crossing]:

@@ -31,8 +31,7 @@ from spmd_engine.engine.reshape import Shape, ShapeRequest
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import MOST_OF_REQUEST, parse_json, reading
-from spmd_engine.planning.machine.files import default_machine, read_machine
-from spmd_engine.planning.machine.machine import Curve, Machine
+from spmd_engine.planning.machine.machine import Curve, Machine, default_machine, read_machine
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search.search_space import axes_that_shard
@@ -76,15 +75,14 @@ class PlannerProposals:
         self._process: subprocess.Popen[bytes] | None = None
         self._about: tuple[str, bool] | None = None  # the last question: the shape, and whether memory was short
         self._logs = np.zeros(0)  # logarithms of the speeds then
-        self._found: list[tuple[Shape, float, float | None]] = []  # with their factors and memory pressure
+        self._found: list[Proposal] = []
 
     def __call__(self, outlook: Outlook) -> Iterator[Proposal]:
         if self._process and self._process.poll() is not None:
             self._found = self._answer(self._process.returncode)
         if not self._process and crossings(outlook.observation, self._config):
             self._ask(outlook)
-        for shape, factor, pressure in self._found:
-            yield Proposal(shape, factor, pressure)
+        yield from self._found
 
     def _ask(self, outlook: Outlook) -> None:
         """Start a search, unless the last one was about the same speeds, memory and shape."""
@@ -115,9 +113,9 @@ class PlannerProposals:
                 start_new_session=True,  # so that it does not receive a terminal's Ctrl-C
             )
 
-    def _answer(self, code: int) -> list[tuple[Shape, float, float | None]]:
+    def _answer(self, code: int) -> list[Proposal]:
         """The shapes that the process has found; none if it failed, or its answer cannot be read."""
-        self._process, shapes = None, []
+        self._process, found = None, []
         self._output.seek(0)
         asked, content = self._asked, self._output.read(MOST_OF_REQUEST)
         self._output.close()
@@ -127,10 +125,10 @@ class PlannerProposals:
                     shape = Shape(ParallelConfig.from_json(entry["composition"]), tuple(range(len(asked.speeds))))
                     by_parts = asked.step_seconds(asked.shape) / asked.step_seconds(shape)
                     pressure = None if entry["pressure"] is None else float(entry["pressure"])
-                    shapes.append((shape, float(entry["seconds"]) * by_parts, pressure))
+                    found.append(Proposal(shape, float(entry["seconds"]) * by_parts, pressure))
         except UsageError as error:
             logger.warning("%s", error)
-        return shapes
+        return found
 
     def close(self) -> None:
         """End a search that goes on."""
@@ -200,10 +198,9 @@ def machine_of(speeds: Sequence[float]) -> Machine:
         node = known.node(rank)
         factor = speed / node.contention
         curves = {name: _scaled(curve, factor) for name, curve in node.speeds.items()}
-        bandwidth = _scaled(node.memory_bandwidth, factor)
-        changes = {"speeds": curves, "memory_bandwidth": bandwidth, "memory": known.memory_of(rank)}
-        cores = None if node.has_devices else 1.0
-        nodes.append(replace(node, name=f"rank {rank}", count=1, ranks=1, cores=cores, **changes))
+        changes = {"speeds": curves, "memory_bandwidth": _scaled(node.memory_bandwidth, factor)}
+        cores, memory = None if node.has_devices else 1.0, known.memory_of(rank)
+        nodes.append(replace(node, name=f"rank {rank}", count=1, ranks=1, cores=cores, memory=memory, **changes))
     pairs = {(a, b): known.link(a, b) for b in range(len(speeds)) for a in range(b)}
     return replace(known, nodes=tuple(nodes), pairs=pairs)
 

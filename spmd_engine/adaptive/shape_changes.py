@@ -121,7 +121,8 @@ class ShapeChanges(Hook):
         if self._requests and reshaper.others.ranks:
             reshaper.others.wake({"hook": self._run.hooks.index(self)})
         began = perf_counter()
-        following = deque(change.stepped(self._ends()) if self._live else change.due(self._number()))
+        due = self._requests.due if self._requests else None
+        following = deque(change.stepped(self._ends()) if self._live else change.due(due.id if due else ""))
         try:
             while following:
                 action, before = following.popleft(), reshaper.shape
@@ -140,10 +141,6 @@ class ShapeChanges(Hook):
             reshaper.rest()
         if change.state != "moving":
             self._live = None
-
-    def _number(self) -> str:
-        """The id of the request that is due, on rank 0."""
-        return self._requests.due.id if self._requests and self._requests.due else ""
 
     def _ends(self) -> str:
         """Why no step follows, if so, on rank 0."""

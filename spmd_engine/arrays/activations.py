@@ -9,7 +9,7 @@ from collections.abc import Callable
 from math import pi, sqrt
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.factors import ERFC, GELU_A, GELU_C, Mask, hide
+from spmd_engine.arrays.factors import ERFC, GELU_A, GELU_C
 from spmd_engine.arrays.fused import chunks, computed_wide, fused
 from spmd_engine.arrays.precision import rounded, widened
 
@@ -171,9 +171,8 @@ def soft_cap_slope(y: Array, cap: float) -> Array:
 
 
 @fused
-def exponentiate(scores: Array, shift: Array, mask: Mask | None = None) -> None:
-    """scores = exp(scores - shift), in place, and 0 where the mask hides a key."""
-    hide(scores, mask)
+def exponentiate(scores: Array, shift: Array) -> None:
+    """scores = exp(scores - shift), in place."""
     scores -= shift
     backend_of(scores).xp.exp(scores, out=scores)
 

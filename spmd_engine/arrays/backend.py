@@ -14,16 +14,14 @@ from functools import cached_property, lru_cache
 from importlib import import_module
 from threading import Lock
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from warnings import catch_warnings
 
 import numpy as np
 
 from spmd_engine.arrays.numba.functions import FastFunctions, fast_functions
+from spmd_engine.arrays.numba.images import FastImages, fast_images
 from spmd_engine.errors import UsageError, one_of
-
-if TYPE_CHECKING:
-    from spmd_engine.arrays.numba.images import FastImages
 
 _INSTALL = "pip install 'spmd_engine[cuda13]', or [cuda12] for a driver before 580"
 
@@ -96,8 +94,6 @@ class Host(Backend):
     @cached_property
     def image_kernels(self) -> FastImages | None:
         """Separate, since they take longer to compile than all others, and most models have no images."""
-        from spmd_engine.arrays.numba.images import fast_images
-
         return fast_images()
 
     @lru_cache(maxsize=64)  # noqa: B019 (there is one host)

@@ -9,11 +9,11 @@ make the arithmetic of floats double. The text needs neither CuPy nor a GPU: any
 """
 
 import os
-from math import pi
+from ctypes import addressof, c_float
+from math import pi, prod
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from spmd_engine.arrays import cublas
 from spmd_engine.arrays.factors import GELU_A, GELU_C, adamw_factors, halves, over_heads
 from spmd_engine.arrays.flash_attention import FlashAttention
 
@@ -172,7 +172,6 @@ ELEMENTWISE = {
         "const T v = velocity * momentum + g * scale; velocity = v; p = p * kept - v * rate",
     ),
     "exponentiate": Elementwise("T shift", "T score", "score = exp(score - shift)"),
-    "hide_and_exponentiate": Elementwise("T shift, T hidden", "T score", "score = exp(score + hidden - shift)"),
     "softmax_backward": Elementwise("T p, T projection", "T ds", "ds = (ds - projection) * p"),
     "scores_of_targets": Elementwise(
         "raw T scores, T top, int64 target, int64 width",
@@ -271,7 +270,7 @@ class CudaFunctions:
     # Products
 
     def matmul_halves(self, a, b, out, dtype):
-        return cublas.multiply(self._xp, a, b, out, dtype)
+        return multiply_halves(self._xp, a, b, out, dtype)
 
     # Activations
 
@@ -300,7 +299,7 @@ class CudaFunctions:
 
     def layer_norm(self, x, scale, shift, epsilon):
         rows = x.reshape(-1, x.shape[-1])
-        mean, inverse = self._empty_pair(rows.shape[0], self._sum_of(x))
+        mean, inverse = self._xp.empty((2, rows.shape[0]), self._sum_of(x))
         self._launch.moments(rows, epsilon, mean, inverse, axis=1)
         y, normal = self._launch.normalize(rows, mean[:, None], inverse[:, None], scale, shift)
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
@@ -311,7 +310,7 @@ class CudaFunctions:
 
     def layer_norm_backward_parameters(self, dy, normal):
         width = dy.shape[-1]
-        dscale, dshift = self._empty_pair(width, self._sum_of(dy))
+        dscale, dshift = self._xp.empty((2, width), self._sum_of(dy))
         self._launch.column_sums(dy.reshape(-1, width), normal.reshape(-1, width), dscale, dshift, axis=0)
         return dscale, dshift
 
@@ -333,13 +332,10 @@ class CudaFunctions:
         """dy, normal and inverse as rows; of each row the sums of g = dy · scale and of g · normal; and 1/d."""
         width = dy.shape[-1]
         rows, normal_rows, inverse_rows = dy.reshape(-1, width), normal.reshape(-1, width), inverse.reshape(-1, 1)
-        total, projection = self._empty_pair(rows.shape[0], inverse.dtype)
+        total, projection = self._xp.empty((2, rows.shape[0]), inverse.dtype)
         self._launch.row_sums(rows, scale, normal_rows, total, projection, axis=1)
         share = 1.0 / width if width else 0.0
         return (rows, normal_rows, inverse_rows), total[:, None], projection[:, None], share
-
-    def _empty_pair(self, length, dtype):
-        return self._xp.empty(length, dtype), self._xp.empty(length, dtype)
 
     # Optimizers
 
@@ -388,15 +384,8 @@ class CudaFunctions:
 
     # Softmax
 
-    def exponentiate(self, scores, shift, mask=None):
-        if mask is None:
-            self._launch.exponentiate(shift, scores)
-            return
-        first, hide = mask
-        rows = scores.reshape(*scores.shape[:2], -1, hide.shape[1])
-        shift = shift.reshape(len(rows), 1, *rows.shape[2:])
-        self._launch.exponentiate(shift, rows[:, :first])
-        self._launch.hide_and_exponentiate(shift, hide[:, None], rows[:, first:])
+    def exponentiate(self, scores, shift):
+        self._launch.exponentiate(shift, scores)
 
     def softmax_backward(self, ds, p, projection):
         self._launch.softmax_backward(p, projection, ds)
@@ -407,3 +396,62 @@ class CudaFunctions:
     def cross_entropy_gradient(self, p, sums, weights, targets):
         rows = sums[:, None], weights[:, None], targets[:, None]
         self._launch.cross_entropy_gradient(*rows, p.shape[1], p)
+
+
+# --- Matrix products of 16-bit floats, with sums in float32, by cuBLAS
+#
+# CuPy's ``matmul`` has no such product: it rounds every result to 16 bits, multiplies float32 copies of batches of
+# float16, and cannot multiply batches of bfloat16. Here a result is float32 or 16 bits, and operands are copied only if
+# neither their rows nor their columns are contiguous, or batches are not equally far apart.
+
+
+_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
+_AS_IS, _TRANSPOSED = 0, 1  # cublasOperation_t
+_FLOAT32_SUMS, _ANY_ALGORITHM = 68, -1  # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
+_ONE, _ZERO = c_float(1.0), c_float(0.0)
+
+
+def multiply_halves(cupy: Any, a: Any, b: Any, out: Any, dtype: Any) -> Any:
+    """a[... m k] · b[... k n], both bfloat16 or both float16, in ``out`` if given; ``dtype`` is float32 or theirs."""
+    batch = cupy.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    shape = *batch, a.shape[-2], b.shape[-1]
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"shapes {a.shape} and {b.shape} do not fit in a matrix product")
+    y = out
+    if y is None or y.dtype != dtype or y.shape != shape or not y.flags.c_contiguous:
+        y = cupy.empty(shape, dtype)
+    if not a.size or not b.size:
+        y[...] = 0
+    elif y.size:
+        (a, *of_a), (b, *of_b) = _matrices(cupy, a, batch), _matrices(cupy, b, batch)
+        m, n, k = shape[-2], shape[-1], a.shape[-1]
+        operands = [(x.data.ptr, _TYPES[x.dtype.name], lead, stride) for x, (_, lead, stride) in ((b, of_b), (a, of_a))]
+        # cuBLAS counts by columns: it computes yᵀ = bᵀ · aᵀ.
+        cupy.cuda.cublas.gemmStridedBatchedEx(
+            cupy.cuda.get_cublas_handle(), of_b[0], of_a[0], n, m, k, addressof(_ONE), *operands[0], *operands[1],
+            addressof(_ZERO), y.data.ptr, _TYPES[y.dtype.name], n, m * n, prod(batch), _FLOAT32_SUMS, _ANY_ALGORITHM,
+        )  # fmt: skip
+    if out is not None and y is not out:
+        out[...] = y
+        return out
+    return y
+
+
+def _matrices(cupy: Any, x: Any, batch: tuple[int, ...]) -> tuple[Any, int, int, int]:
+    """``x``, or a copy that fits, whether its matrices are transposed, and the elements from one row (or column) and
+    from one matrix to the next."""
+    x = x if x.shape[:-2] == batch else cupy.broadcast_to(x, (*batch, *x.shape[-2:]))
+    rows, columns = x.shape[-2:]
+    steps = [stride // x.itemsize for stride in x.strides]
+    apart, expected, fits = 0, None, True
+    for length, step in zip(reversed(batch), reversed(steps[:-2]), strict=True):
+        if length > 1:
+            apart, fits = (step, fits) if expected is None else (apart, fits and step == expected)
+            expected = step * length
+    by_rows = steps[-1] == 1 or columns == 1, steps[-2] if rows > 1 else columns
+    by_columns = steps[-2] == 1 or rows == 1, steps[-1] if columns > 1 else rows
+    if fits and by_rows[0] and by_rows[1] >= columns:
+        return x, _AS_IS, by_rows[1], apart
+    if fits and by_columns[0] and by_columns[1] >= rows:
+        return x, _TRANSPOSED, by_columns[1], apart
+    return cupy.ascontiguousarray(x), _AS_IS, columns, rows * columns

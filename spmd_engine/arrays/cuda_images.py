@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from spmd_engine.arrays.cuda import Elementwise, Reduction, pair_of_sums
+from spmd_engine.arrays.factors import by_group, by_row
 from spmd_engine.arrays.windows import Window, check_convolution, check_gradient, outputs_of
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class CudaImages:
     def conv2d(self, x, w, rows, columns, groups=1):
         check_convolution(x.shape, w.shape, rows, columns, groups)
         y = self._xp.empty(outputs_of(x.shape, rows, columns, w.shape[3]), x.dtype)
-        matrices = _by_group(w, groups)
+        matrices = by_group(w, groups)
         for samples in self._parts(x, y.shape, w.shape):
             patches, part = self._patches(x[samples], y[samples].shape, rows, columns, groups), y[samples]
             if groups == 1:
@@ -160,9 +161,9 @@ class CudaImages:
         dx = self._xp.empty((len(dy), *lengths, w.shape[2] * groups), dy.dtype)
         check_convolution(dx.shape, w.shape, rows, columns, groups)
         check_gradient(dy.shape, dx.shape, rows, columns, w.shape[3])
-        matrices = _by_group(w, groups).transpose(0, 2, 1)
+        matrices = by_group(w, groups).transpose(0, 2, 1)
         for samples in self._parts(dx, dy.shape, w.shape):
-            patches, part = self._product(_by_group(dy[samples], groups), matrices), dx[samples]
+            patches, part = self._product(by_group(dy[samples], groups), matrices), dx[samples]
             windows = _windows(part.shape, dy.shape, rows, columns)
             self._launch.of_patches(patches, len(part), dx.shape[3], w.shape[2], *windows, part)
         return dx
@@ -174,7 +175,7 @@ class CudaImages:
         dw = None
         for samples in self._parts(x, dy.shape, shape):
             patches = self._patches(x[samples], dy[samples].shape, rows, columns, groups)
-            part = self._product(patches.transpose(0, 2, 1), _by_group(dy[samples], groups))
+            part = self._product(patches.transpose(0, 2, 1), by_group(dy[samples], groups))
             dw = part if dw is None else dw + part
         if dw is None:
             return self._xp.zeros(shape, x.dtype)
@@ -238,17 +239,17 @@ class CudaImages:
     # Channels
 
     def channel_sums(self, x):
-        return _rows(x).sum(axis=0)
+        return by_row(x).sum(axis=0)
 
     def channel_squares(self, x, mean):
-        return self._launch.channel_squares(_rows(x), mean, axis=0)
+        return self._launch.channel_squares(by_row(x), mean, axis=0)
 
     def scale_channels(self, x, mean, factor, shift):
         return self._launch.scale_channels(x, mean, factor, shift)
 
     def channel_gradients(self, dy, x, mean, inverse):
-        dscale, dshift = self._xp.empty(x.shape[-1], dy.dtype), self._xp.empty(x.shape[-1], dy.dtype)
-        self._launch.channel_gradients(_rows(dy), _rows(x), mean, inverse, dscale, dshift, axis=0)
+        dscale, dshift = self._xp.empty((2, x.shape[-1]), dy.dtype)
+        self._launch.channel_gradients(by_row(dy), by_row(x), mean, inverse, dscale, dshift, axis=0)
         return dscale, dshift
 
     def normalized_gradient(self, dy, x, mean, inverse, scale, mean_dscale, mean_dshift):
@@ -259,13 +260,3 @@ def _windows(x: tuple[int, ...], y: tuple[int, ...], rows: Window, columns: Wind
     """The numbers of ``_WINDOWS`` for x[b h w c] and outputs y[b p q f]."""
     names = "size", "stride", "dilation", "before"
     return *x[1:3], *y[1:3], *(getattr(window, name) for name in names for window in (rows, columns))
-
-
-def _rows(x):
-    """x[... c] as [n c]."""
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
-
-
-def _by_group(x, groups: int):
-    """x[... (g o)] as [g n o]."""
-    return x.reshape(prod(x.shape[:-1]), groups, x.shape[-1] // groups).transpose(1, 0, 2)

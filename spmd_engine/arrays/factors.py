@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from math import pi, sqrt
-from typing import Any, NamedTuple
+from math import pi, prod, sqrt
+from typing import Any
 
 #: GELU is z / (1 + exp(-2u)) with u = GELU_C (z + GELU_A z^3).
 GELU_C = sqrt(2.0 / pi)
@@ -21,33 +21,31 @@ ERFC = (
 )  # fmt: skip
 
 
-class AdamWFactors(NamedTuple):
-    """Factors of an AdamW step, in the order of the kernels' arguments."""
-
-    fresh: float  # factor of the gradient, in the mean
-    beta1: float
-    weight: float  # factor of the square of a gradient that was multiplied by ``fresh``
-    beta2: float
-    epsilon: float
-    size: float
-    kept: float  # factor of the parameter
-
-
 def adamw_factors(
     *, step: int, rate: float, betas: tuple[float, float], epsilon: float, decay: float, scale: float
-) -> AdamWFactors:
-    """The factors of p = kept p - size mean / (sqrt(square) + epsilon), Adam's quotient with one division."""
+) -> tuple[float, float, float, float, float, float, float]:
+    """The factors of p = kept p - size mean / (sqrt(square) + epsilon), Adam's quotient with one division.
+
+    They are, in the order of the kernels' arguments: fresh, of a gradient in the mean; beta1; weight, of the square of
+    a gradient that was multiplied by fresh; beta2; epsilon; size; kept.
+    """
     beta1, beta2 = betas
     fresh, correction = 1.0 - beta1, sqrt(1.0 - beta2**step)
-    return AdamWFactors(
-        scale * fresh,
-        beta1,
-        (1.0 - beta2) / fresh**2,
-        beta2,
-        epsilon * correction,
-        rate / (1.0 - beta1**step) * correction,
-        1.0 - rate * decay,
-    )
+    weight, size = (1.0 - beta2) / fresh**2, rate / (1.0 - beta1**step) * correction
+    return scale * fresh, beta1, weight, beta2, epsilon * correction, size, 1.0 - rate * decay
+
+
+# --- Arrays of which the last dim stays
+
+
+def by_row(x: Any) -> Any:
+    """x[... d] as [n d]."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def by_group(x: Any, groups: int) -> Any:
+    """x[... (g o)] as [g n o]."""
+    return x.reshape(prod(x.shape[:-1]), groups, x.shape[-1] // groups).transpose(1, 0, 2)
 
 
 # --- The pairs of numbers that rotary positions rotate

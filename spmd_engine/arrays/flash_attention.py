@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from spmd_engine.arrays.backend import Array
 
+
 GROUPS, LANES = 16, 8  # the threads of a block: a group of lanes shares rows of a tile, and lies in one warp
 SHARED = 48 << 10  # bytes of shared memory that a block has on every GPU without a request
 SUMS = 64 * 4  # bytes of results that a thread keeps in registers

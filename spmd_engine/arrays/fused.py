@@ -159,13 +159,10 @@ def _shaped(results: Any, shape: tuple[int, ...]) -> Any:
 CACHE_ELEMENTS = 1 << 16  # 256 KiB of float32: two or three fit a core's L2 cache, and the overhead of calls is small
 
 
-def chunks(x: Array, elements: int = CACHE_ELEMENTS) -> Iterator[slice]:
-    """Slices of ``x``'s first dimension, about ``elements`` each; a single slice on a device."""
+def chunks(x: Array) -> Iterator[slice]:
+    """Slices of ``x``'s first dimension, about ``CACHE_ELEMENTS`` each; a single slice on a device."""
     length = x.shape[0]
-    if backend_of(x).on_device:
-        step = max(length, 1)
-    else:
-        step = max(1, elements * length // max(x.size, 1))
+    step = max(1, length if backend_of(x).on_device else CACHE_ELEMENTS * length // max(x.size, 1))
     for start in alike(range(0, length, step), x, last=length % step != 0):
         yield slice(start, min(start + step, length))
 

@@ -8,6 +8,7 @@ from functools import wraps
 from math import prod
 
 from spmd_engine.arrays.backend import CPU, Array, backend_of
+from spmd_engine.arrays.factors import by_group, by_row
 from spmd_engine.arrays.fused import fused_of_images
 from spmd_engine.arrays.precision import accumulated_in, is_half, rounded
 from spmd_engine.arrays.products import BFLOAT16, FLOAT32, convolve, matmul
@@ -60,7 +61,7 @@ def _by_library(
 def pointwise_conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int) -> Array:
     """y[b p q f] of x[b h w c] and w[1 1 c f]."""
     check_convolution(x.shape, w.shape, rows, columns, groups)
-    read = _pixels(x[_read(rows, columns)])
+    read = by_row(x[_read(rows, columns)])
     return matmul(read, w[0, 0]).reshape(outputs_of(x.shape, rows, columns, w.shape[3]))
 
 
@@ -69,7 +70,7 @@ def input_gradient(dy: Array, w: Array, rows: Window, columns: Window, groups: i
     shape = dy.shape[0], *lengths, w.shape[2]
     check_convolution(shape, w.shape, rows, columns, groups)
     check_gradient(dy.shape, shape, rows, columns, w.shape[3])
-    read_gradient = matmul(_pixels(dy), w[0, 0].T).reshape(*dy.shape[:3], w.shape[2])
+    read_gradient = matmul(by_row(dy), w[0, 0].T).reshape(*dy.shape[:3], w.shape[2])
     if read_gradient.shape == shape:
         return read_gradient
     dx = backend_of(dy).xp.zeros(shape, dy.dtype)
@@ -80,8 +81,8 @@ def input_gradient(dy: Array, w: Array, rows: Window, columns: Window, groups: i
 def weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, groups: int) -> Array:
     """dw[1 1 c f] for dy[b p q f]."""
     check_gradient(dy.shape, x.shape, rows, columns, dy.shape[3])
-    read = _pixels(x[_read(rows, columns)])
-    return matmul(read.T, _pixels(dy), dtype=accumulated_in(x.dtype))[None, None]
+    read = by_row(x[_read(rows, columns)])
+    return matmul(read.T, by_row(dy), dtype=accumulated_in(x.dtype))[None, None]
 
 
 def _is_plain(window: Window) -> bool:
@@ -91,11 +92,6 @@ def _is_plain(window: Window) -> bool:
 def _read(rows: Window, columns: Window) -> tuple[slice, ...]:
     """The pixels of x[b h w c] that outputs read; a negative padding leaves some out at the ends."""
     return slice(None), *(slice(-window.before, window.after or None, window.stride) for window in (rows, columns))
-
-
-def _pixels(x: Array) -> Array:
-    """x[b h w c] as [(b h w) c]."""
-    return x.reshape(prod(x.shape[:3]), x.shape[3])
 
 
 # --- Convolutions of images, forward and backward, as matrix products of patches
@@ -116,10 +112,9 @@ def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -
     Channels c = (g i) and f = (g o) in that order: outputs of a group read the inputs of that group. As usual in
     deep learning, the kernel is not flipped. Raises ValueError if shapes, windows and groups disagree.
     """
-    xp = backend_of(x).xp
     check_convolution(x.shape, w.shape, rows, columns, groups)
-    y = xp.zeros(outputs_of(x.shape, rows, columns, w.shape[3]), x.dtype)
-    matrices = _matrices(w, groups)
+    y = backend_of(x).xp.zeros(outputs_of(x.shape, rows, columns, w.shape[3]), x.dtype)
+    matrices = by_group(w, groups)
     for panel in _panels(x, y.shape, rows, columns, groups):
         block = panel.of(y)
         block[...] = matmul(panel.patches(x), matrices).transpose(1, 0, 2).reshape(block.shape)
@@ -132,13 +127,12 @@ def conv2d_input_gradient(
     dy: Array, w: Array, rows: Window, columns: Window, groups: int, lengths: tuple[int, int]
 ) -> Array:
     """dx[b h w c] of ``conv2d`` for dy[b p q f]; ``lengths`` are those of h and w."""
-    xp = backend_of(dy).xp
-    dx = xp.zeros((dy.shape[0], *lengths, w.shape[2] * groups), dy.dtype)
+    dx = backend_of(dy).xp.zeros((dy.shape[0], *lengths, w.shape[2] * groups), dy.dtype)
     check_convolution(dx.shape, w.shape, rows, columns, groups)
     check_gradient(dy.shape, dx.shape, rows, columns, w.shape[3])
-    matrices = _matrices(w, groups).transpose(0, 2, 1)
+    matrices = by_group(w, groups).transpose(0, 2, 1)
     for panel in _panels(dx, dy.shape, rows, columns, groups):
-        panel.add(dx, matmul(_by_group(panel.of(dy), groups), matrices))
+        panel.add(dx, matmul(by_group(panel.of(dy), groups), matrices))
     return dx
 
 
@@ -146,24 +140,13 @@ def conv2d_input_gradient(
 @fused_of_images
 def conv2d_weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, groups: int) -> Array:
     """dw[k l i f] of ``conv2d`` for dy[b p q f]."""
-    xp = backend_of(x).xp
     shape = rows.size, columns.size, x.shape[3] // groups, dy.shape[3]
     check_convolution(x.shape, shape, rows, columns, groups)
     check_gradient(dy.shape, x.shape, rows, columns, dy.shape[3])
-    dw = xp.zeros((groups, shape[0] * shape[1] * shape[2], shape[3] // groups), x.dtype)
+    dw = backend_of(x).xp.zeros((groups, shape[0] * shape[1] * shape[2], shape[3] // groups), x.dtype)
     for panel in _panels(x, dy.shape, rows, columns, groups):
-        dw += matmul(panel.patches(x).transpose(0, 2, 1), _by_group(panel.of(dy), groups))
+        dw += matmul(panel.patches(x).transpose(0, 2, 1), by_group(panel.of(dy), groups))
     return dw.transpose(1, 0, 2).reshape(shape)
-
-
-def _matrices(w: Array, groups: int) -> Array:
-    """w[k l i (g o)] as [g (k l i) o]."""
-    return w.reshape(prod(w.shape[:3]), groups, w.shape[3] // groups).transpose(1, 0, 2)
-
-
-def _by_group(y: Array, groups: int) -> Array:
-    """y[b p q (g o)] as [g (b p q) o]."""
-    return y.reshape(prod(y.shape[:3]), groups, y.shape[3] // groups).transpose(1, 0, 2)
 
 
 @dataclass(frozen=True)

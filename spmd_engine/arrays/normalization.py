@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.factors import by_row
 from spmd_engine.arrays.fused import chunks, fused, fused_of_images, fused_sums
 
 Normalized = tuple[Array, Array, Array]  #: y[... d] and, for the backward, the normalized x[... d] and 1/deviation[...]
@@ -26,7 +27,7 @@ def rms_norm(x: Array, scale: Array, epsilon: float) -> Normalized:
     Zhang and Sennrich, "Root mean square layer normalization" (2019).
     """
     if prod(x.shape[:-1]) == 1:  # a decode step: calls cost more than their computation
-        xp, rows = backend_of(x).xp, _rows(x)
+        xp, rows = backend_of(x).xp, by_row(x)
         inverse = 1.0 / xp.sqrt(xp.einsum("nd,nd->n", rows, rows) / x.shape[-1] + epsilon)
         normal = x * inverse[0]
         return normal * scale, normal, inverse.reshape(x.shape[:-1])
@@ -35,7 +36,7 @@ def rms_norm(x: Array, scale: Array, epsilon: float) -> Normalized:
 
 def _norm(x: Array, scale: Array, shift: Array | None, epsilon: float) -> Normalized:
     """A layer norm or, without a shift, an RMS norm."""
-    xp, rows, width = backend_of(x).xp, _rows(x), x.shape[-1]
+    xp, rows, width = backend_of(x).xp, by_row(x), x.shape[-1]
     y, normal = xp.empty_like(rows), xp.empty_like(rows)
     inverse = xp.empty(rows.shape[0], rows.dtype)
     average = None if shift is None else _average(rows, xp)
@@ -65,7 +66,7 @@ def rms_norm_backward(dy: Array, normal: Array, inverse: Array, scale: Array) ->
 
 def _norm_backward(dy: Array, normal: Array, inverse: Array, scale: Array, *, centred: bool) -> Array:
     xp, width = backend_of(dy).xp, dy.shape[-1]
-    dy_rows, normal_rows, inverse_rows = _rows(dy), _rows(normal), inverse.reshape(-1)
+    dy_rows, normal_rows, inverse_rows = by_row(dy), by_row(normal), inverse.reshape(-1)
     dx = xp.empty_like(dy_rows)
     average = _average(dy_rows, xp) if centred else None
     for part in chunks(dy_rows):
@@ -82,7 +83,7 @@ def _norm_backward(dy: Array, normal: Array, inverse: Array, scale: Array, *, ce
 @fused_sums
 def layer_norm_backward_parameters(dy: Array, normal: Array) -> tuple[Array, Array]:
     """dscale[d] = sum(dy · n) and dshift[d] = sum(dy), over every dimension but the last."""
-    xp, rows, normal_rows = backend_of(dy).xp, _rows(dy), _rows(normal)
+    xp, rows, normal_rows = backend_of(dy).xp, by_row(dy), by_row(normal)
     dscale, dshift = xp.zeros(dy.shape[-1], dy.dtype), xp.zeros(dy.shape[-1], dy.dtype)
     for part in chunks(rows):
         dscale += xp.einsum("nd,nd->d", rows[part], normal_rows[part])
@@ -93,7 +94,7 @@ def layer_norm_backward_parameters(dy: Array, normal: Array) -> tuple[Array, Arr
 @fused_sums
 def rms_norm_backward_scale(dy: Array, normal: Array) -> Array:
     """dscale[d] = sum(dy · n) over every dimension but the last."""
-    xp, rows, normal_rows = backend_of(dy).xp, _rows(dy), _rows(normal)
+    xp, rows, normal_rows = backend_of(dy).xp, by_row(dy), by_row(normal)
     dscale = xp.zeros(dy.shape[-1], dy.dtype)
     for part in chunks(rows):
         dscale += xp.einsum("nd,nd->d", rows[part], normal_rows[part])
@@ -104,11 +105,6 @@ def _average(rows: Array, xp) -> Array:
     """``rows @ average`` is the mean of each row, in half the time of ``mean``: BLAS reads several rows at once."""
     width = rows.shape[1]
     return xp.full(width, 1.0 / width if width else 0.0, rows.dtype)
-
-
-def _rows(x: Array) -> Array:
-    """x[... d] as [n d]."""
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 # --- Batch normalization of one block x[... c]: sums of each channel, and each channel scaled
@@ -127,7 +123,7 @@ def _rows(x: Array) -> Array:
 @fused_of_images
 def channel_sums(x: Array) -> Array:
     """sums[c] of x[... c]."""
-    xp, rows = backend_of(x).xp, _rows(x)
+    xp, rows = backend_of(x).xp, by_row(x)
     sums = xp.zeros(x.shape[-1], x.dtype)
     for part in chunks(rows):
         sums += rows[part].sum(axis=0)
@@ -137,7 +133,7 @@ def channel_sums(x: Array) -> Array:
 @fused_of_images
 def channel_squares(x: Array, mean: Array) -> Array:
     """squares[c], the sums of (x - mean)^2 of x[... c]."""
-    xp, rows = backend_of(x).xp, _rows(x)
+    xp, rows = backend_of(x).xp, by_row(x)
     squares = xp.zeros(x.shape[-1], x.dtype)
     for part in chunks(rows):
         centred = rows[part] - mean
@@ -148,7 +144,7 @@ def channel_squares(x: Array, mean: Array) -> Array:
 @fused_of_images
 def scale_channels(x: Array, mean: Array, factor: Array, shift: Array) -> Array:
     """y[... c] = (x - mean) * factor + shift."""
-    xp, rows = backend_of(x).xp, _rows(x)
+    xp, rows = backend_of(x).xp, by_row(x)
     y = xp.empty_like(rows)
     for part in chunks(rows):
         out = xp.subtract(rows[part], mean, out=y[part])
@@ -160,7 +156,7 @@ def scale_channels(x: Array, mean: Array, factor: Array, shift: Array) -> Array:
 @fused_of_images
 def channel_gradients(dy: Array, x: Array, mean: Array, inverse: Array) -> tuple[Array, Array]:
     """dscale[c] and dshift[c], the sums of dy * (x - mean) * inverse and of dy[... c]."""
-    xp, rows, dy_rows = backend_of(dy).xp, _rows(x), _rows(dy)
+    xp, rows, dy_rows = backend_of(dy).xp, by_row(x), by_row(dy)
     dscale, dshift = xp.zeros(x.shape[-1], dy.dtype), xp.zeros(x.shape[-1], dy.dtype)
     for part in chunks(rows):
         dscale += xp.einsum("nc,nc->c", dy_rows[part], rows[part] - mean)
@@ -178,7 +174,7 @@ def normalized_gradient(
     The gradient of batch norm, whose mean and inverse depend on x; ``mean_dscale`` and ``mean_dshift`` are dscale and
     dshift of all elements of a channel, over their number.
     """
-    xp, rows, dy_rows = backend_of(dy).xp, _rows(x), _rows(dy)
+    xp, rows, dy_rows = backend_of(dy).xp, by_row(x), by_row(dy)
     dx, along, factor = xp.empty_like(dy_rows), inverse * mean_dscale, inverse * scale
     for part in chunks(rows):
         normal = rows[part] - mean

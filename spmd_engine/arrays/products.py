@@ -149,11 +149,7 @@ def _of_numpy(a: np.ndarray, b: np.ndarray, out: np.ndarray | None, dtype: Any) 
         if dtype is None:
             dtype = np.result_type(a.dtype, b.dtype) if out is None else out.dtype
         return _of_copies(a, b, out, dtype)
-    if out is not None:
-        return np.matmul(a, b, out=out)
-    if a.ndim == b.ndim == 2 and (1 < a.shape[0] <= FEW or 1 < b.shape[1] <= FEW):
-        return _of_few_rows(a, b)
-    return np.matmul(a, b)
+    return _of_few_rows(a, b) if out is None else np.matmul(a, b, out=out)
 
 
 def _of_backend(a: Array, b: Array, out: Array | None, dtype: Any) -> Array:

@@ -19,21 +19,22 @@ def adamw(p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0) -
     """
     xp = backend_of(p).xp
     factors = adamw_factors(step=step, rate=rate, betas=betas, epsilon=epsilon, decay=decay, scale=scale)
+    fresh, beta1, weight, beta2, epsilon, size, kept = factors
     for part in chunks(p):
         p_part, m, v = p[part], mean[part], square[part]
-        work = g[part] * factors.fresh
-        m *= factors.beta1
+        work = g[part] * fresh
+        m *= beta1
         m += work
         work *= work
-        work *= factors.weight
-        v *= factors.beta2
+        work *= weight
+        v *= beta2
         v += work
         xp.sqrt(v, out=work)
-        work += factors.epsilon
+        work += epsilon
         xp.divide(m, work, out=work)
-        work *= factors.size
+        work *= size
         if decay:
-            p_part *= factors.kept
+            p_part *= kept
         p_part -= work
 
 

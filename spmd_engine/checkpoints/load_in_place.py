@@ -24,7 +24,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import rounded
 from spmd_engine.checkpoints.format.blocks import HASH, IN_CACHE, block_name, bytes_of, is_finite, read_into
-from spmd_engine.checkpoints.format.manifest import Manifest, StoredArray, StoredBlock
+from spmd_engine.checkpoints.format.manifest import Manifest, Pieces, StoredArray, StoredBlock, StoredFile
 from spmd_engine.comm import Group
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.shared_memory.cores import cores_here
@@ -36,6 +36,7 @@ from spmd_engine.sharding.rectangles import Rectangle, intersected
 
 AT_ONCE = 64 << 20  #: bytes, approximately, of temporary arrays for shards that cannot be read into
 UNEVEN = 8 << 20  #: bytes that a rank may check more than others, so that fewer ranks read one file
+_FAR = np.iinfo(np.int64).max
 READERS = 4  #: threads of a rank that read and hash, if it has so many cores
 
 
@@ -128,14 +129,14 @@ def _move(staged: list[tuple[Wanted, np.ndarray]]) -> None:
     staged.clear()
 
 
-class _BlockOfNode(NamedTuple):
-    """A block of which ranks of this node need a part."""
+class _Shares(NamedTuple):
+    """The blocks of an array of which ranks of this node need a part. Ranks are numbers among those of the node."""
 
-    number: int  #: among the blocks of its array
-    ranks: list[int]  #: ranks of this node that need a part
-    elements: int
-    part: Rectangle | None  #: that this rank needs
-    place: tuple  #: where that part is in this rank's shard
+    alone: np.ndarray  #: elements of blocks that one rank alone needs, by rank
+    writers: np.ndarray  #: the ranks that wrote these blocks
+    readers: np.ndarray  #: the ranks that need them
+    several: list[tuple[int, list[int], int]]  #: blocks that several need: number, ranks, elements
+    mine: dict[int, tuple[Rectangle, tuple]]  #: by number: the part that this rank needs, and its place in the shard
 
 
 def parts_of_rank(
@@ -147,45 +148,57 @@ def parts_of_rank(
     Among the ranks of the node that need a block, the one with the least bytes to check so far checks it; or one with
     not much more, if it has already read that file's header.
     """
-    loads, readers = dict.fromkeys(node_ranks, 0), {}  # bytes to check, by rank; the last checking rank, by file
-    shares: dict[
-        tuple[int, int], list[_BlockOfNode]
-    ] = {}  # equal layers, and all state of a parameter, have equal ones
+    loads, here = np.zeros(len(node_ranks), np.int64), list(node_ranks).index(rank)  # bytes to check, by rank
+    last: dict[str, np.ndarray] = {}  # by section and rank that wrote a file: the last rank that checks a block of it
+    shares: dict[tuple[int, int], _Shares] = {}  # equal layers, and all state of a parameter, have equal ones
     for array in arrays:
-        bounds = array.stored.bounds
-        kind = id(array.placed), id(bounds)
+        pieces, itemsize, section = array.stored.blocks.pieces, array.dtype.itemsize, array.stored.blocks.section
+        kind = id(array.placed), id(pieces)
         if kind not in shares:
-            shares[kind] = _shares(bounds, array.placed.held, rank, node_ranks)
-        parts = []
-        for number, ranks, elements, part, place in shares[kind]:
-            file = array.stored.file_of(number)
-            least, checker = min(ranks, key=loads.__getitem__), readers.get(file)
+            shares[kind] = _shares(pieces, array.placed.held, rank, node_ranks)
+        alone, writers, readers, several, mine = shares[kind]
+        if section.name not in last:
+            last[section.name] = np.full(1 + section.files.ranks.max(initial=0), -1)
+        last[section.name][writers] = readers
+        loads += alone * itemsize
+        checked = dict.fromkeys(mine, True)
+        for number, ranks, elements in several:
+            file = pieces.ranks[number]
+            least, checker = min(ranks, key=loads.__getitem__), int(last[section.name][file])
             if checker not in ranks or loads[checker] > loads[least] + UNEVEN:
-                checker = readers[file] = least
-            loads[checker] += elements * array.dtype.itemsize
-            if part is not None:
-                parts.append((array.stored.blocks[number], part, rank == checker, place))
-        if parts:
-            yield array, parts
+                checker = last[section.name][file] = least
+            loads[checker] += elements * itemsize
+            if number in mine:
+                checked[number] = checker == here
+        if mine:
+            blocks = array.stored.blocks
+            yield array, [(blocks[number], part, checked[number], place) for number, (part, place) in mine.items()]
 
 
-def _shares(bounds: np.ndarray, held: Sequence[Rectangles], rank: int, node_ranks: Sequence[int]) -> list[_BlockOfNode]:
-    """The blocks, ``bounds[blocks 2 dims]``, of which ranks of this node need a part."""
-    needs, wanted = np.zeros((len(bounds), len(node_ranks)), bool), [held[node_rank] for node_rank in node_ranks]
+def _shares(pieces: Pieces, held: Sequence[Rectangles], rank: int, node_ranks: Sequence[int]) -> _Shares:
+    """The blocks of an array in these ``pieces`` of which ranks of this node need a part."""
+    bounds, wanted = pieces.bounds, [held[node_rank] for node_rank in node_ranks]
     owners = [number for number, rectangles in enumerate(wanted) for _ in rectangles]
     parts = np.array([*chain(*wanted)], np.int64).reshape(len(owners), *bounds.shape[1:])
-    for number, shared in zip(owners, intersected(bounds, parts).T, strict=True):
-        needs[:, number] |= shared
-    shares = []
-    for number in np.flatnonzero(needs.any(axis=1)).tolist():
-        block, part, place = Rectangle(*map(tuple, bounds[number].tolist())), None, ()
-        ranks = [node_ranks[place] for place in np.flatnonzero(needs[number]).tolist()]
-        if rank in ranks:
-            (shard,) = held[rank]
-            part = block & shard
-            place = (..., *part.within(shard).index)
-        shares.append(_BlockOfNode(number, ranks, block.size, part, place))
-    return shares
+    needs = np.zeros((len(bounds), len(node_ranks)), bool)
+    around = np.stack([parts[:, 0].min(axis=0, initial=_FAR), parts[:, 1].max(axis=0, initial=0)])[None]
+    near = np.flatnonzero(intersected(bounds, around))
+    for number, shared in zip(owners, intersected(bounds[near], parts).T, strict=True):
+        needs[near, number] |= shared
+    counts = needs.sum(axis=1)
+    single, sizes = np.flatnonzero(counts == 1), pieces.sizes
+    readers, alone = needs[single].argmax(axis=1), np.zeros(len(node_ranks), np.int64)
+    np.add.at(alone, readers, sizes[single])
+    several = [
+        (number, np.flatnonzero(needs[number]).tolist(), int(sizes[number]))
+        for number in np.flatnonzero(counts > 1).tolist()
+    ]
+    mine = {}
+    for number in np.flatnonzero(needs[:, list(node_ranks).index(rank)]).tolist():
+        (shard,) = held[rank]
+        part = Rectangle(*map(tuple, bounds[number].tolist())) & shard
+        mine[number] = part, (..., *part.within(shard).index)
+    return _Shares(alone, pieces.ranks[single], readers, several, mine)
 
 
 # --- Parts of blocks, read from a checkpoint's files directly into shards, and hashed on the way if required
@@ -221,12 +234,11 @@ class PartOfBlock:
 class PartReader:
     """Reads parts of blocks from a folder's files, and opens each file once. Thread-safe; ``with`` closes the files.
 
-    ``headers`` have the hashes of blocks; without them, blocks have their own. ``compares``: also check headers.
+    ``headers`` have the hashes of blocks. ``compares``: also check headers.
     """
 
-    def __init__(self, folder: Path, headers: Headers | None = None, *, compares: bool = True) -> None:
-        self._folder, self._headers, self._opening = folder, headers, Lock()
-        self._compares = compares and headers is not None
+    def __init__(self, folder: Path, headers: Headers, *, compares: bool = True) -> None:
+        self._folder, self._headers, self._compares, self._opening = folder, headers, compares, Lock()
         self._descriptors: dict[str, int] = {}
 
     def expect(self, wanted: PartOfBlock) -> None:
@@ -245,7 +257,7 @@ class PartReader:
         damage, and for values that are not finite.
         """
         block, part, rows, row, checked = asked.block, asked.part, asked.rows, asked.row, asked.checked
-        if checked and self._headers is not None and self._compares:
+        if checked and self._compares:
             self._headers.check(asked.name, asked.array, block)
         name, shape = f"{asked.name}{block.rectangle}", block.rectangle.shape or (1,)
         wanted, *across = asked.within
@@ -268,7 +280,7 @@ class PartReader:
                 finite = finite and is_finite(into)
             if target is not None and into is not target:
                 target[...] = into[(slice(begin - first, end - first), *across)]
-        if checked and digest.hexdigest() != (block.sha256 or (self._headers.sha256(block) if self._headers else "")):
+        if checked and digest.digest() != self._headers.sha256(block):
             raise CheckpointError(
                 f"{self._folder / block.file} is damaged: {name} is not what was written (bytes {block.offset} to "
                 f"{block.offset + shape[0] * row}; its SHA-256 differs). Take this checkpoint from a copy, or remove "
@@ -313,32 +325,35 @@ class Headers:
     """The headers of the files of a checkpoint, and the hashes of their blocks; each is read on first use."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._step, self._hashes = folder, manifest.step, manifest.hashes
+        self._folder, self._manifest = folder, manifest
         self._read: dict[str, HeaderBlocks] = {}
         self._tables: dict[str, bytes] = {}
 
-    def sha256(self, block: StoredBlock) -> str:
+    def sha256(self, block: StoredBlock) -> bytes:
         """The SHA-256 that a block has in its file's table of hashes. Raises CheckpointError if that is damaged."""
-        path = self._folder / block.file
         if block.file not in self._tables:
-            offset, rows, digest = self._hashes[block.file]
-            table = np.empty(HASH * rows, np.uint8)
-            try:
-                with open(path, "rb") as file:
-                    read_into(table.data, file.fileno(), offset)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
-            if sha256(table.data).hexdigest() != digest:
-                raise CheckpointError(f"{path} is damaged: the hashes of its blocks are not what was written")
-            self._tables[block.file] = table.tobytes()
-        return self._tables[block.file][HASH * block.row :][:HASH].hex()
+            stored = self._manifest.file(block.file)
+            self._tables[block.file] = self._table(stored) if stored.hashes is None else stored.hashes
+        return self._tables[block.file][HASH * block.row :][:HASH]
+
+    def _table(self, stored: StoredFile) -> bytes:
+        """The table of hashes of a file."""
+        path, table = self._folder / stored.name, np.empty(HASH * stored.blocks, np.uint8)
+        try:
+            with open(path, "rb") as file:
+                read_into(table.data, file.fileno(), stored.end)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if sha256(table.data).hexdigest() != stored.sha256:
+            raise CheckpointError(f"{path} is damaged: the hashes of its blocks are not what was written")
+        return table.tobytes()
 
     def check(self, name: str, array: StoredArray, block: StoredBlock) -> None:
         """Raise CheckpointError unless the file's header has the block with the same array, dtype, place and step."""
         if block.file not in self._read:
             path = self._folder / block.file
             step, self._read[block.file] = read_file_header(path)
-            if step != str(self._step):
+            if step != str(self._manifest.step):
                 raise CheckpointError(f"{path} is damaged, or of another checkpoint: it says step {step!r:.40}")
         in_header = self._read[block.file].get(block_name(name, block.rectangle, array.shape))
         if in_header != (array.dtype, list(block.rectangle.shape), block.offset):

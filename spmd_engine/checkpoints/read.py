@@ -27,7 +27,7 @@ from spmd_engine.checkpoints.format.manifest import (
 )
 from spmd_engine.checkpoints.load_in_place import LARGEST, Headers, PartOfBlock, PartReader, Wanted, fill
 from spmd_engine.checkpoints.save import BLOCK, mesh_name, pieces_of
-from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import MASTER, Optimizer
 from spmd_engine.engine.zero.parameter_store import check_shapes
@@ -50,13 +50,14 @@ class Checkpoint(Mapping):
     checkpoint, or if it is damaged.
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike, files: slice = slice(None)) -> None:
+        """``files``: those of each section whose sizes are checked at once."""
         self.path = _find(path)
         self.manifest: Manifest | None = None  #: None for a plain safetensors file
         if os.path.isfile(self.path):
             self._arrays, self.metadata = _plain_file(self.path)
         else:
-            self.manifest = read_manifest(self.path)
+            self.manifest = read_manifest(self.path, files)
             self.headers = Headers(self.path, self.manifest)
             self.metadata = {"step": self.manifest.step, **self.manifest.facts}
 
@@ -162,8 +163,8 @@ class Sliceable:
         return np.empty(shape, self.dtype) if 0 in shape else self._read_spans(spans)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint's folder, and check the sizes of the files that it lists.
+def read_manifest(folder: Path, files: slice = slice(None)) -> Manifest:
+    """Read and check the manifest of a checkpoint's folder, and check the sizes of the ``files`` of each section.
 
     Raises CheckpointError.
     """
@@ -171,16 +172,17 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.stat().st_size > LARGEST:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes are no manifest of ours")
-        manifest = Manifest.parse(path.read_bytes(), str(path))
+        with path.open("rb") as file:
+            manifest = Manifest.read(file, str(path))
         if step_in_name(folder) not in (None, manifest.step):
             raise CheckpointError(
                 f"{folder} was renamed: it is the checkpoint of step {manifest.step}; give it its name back, or a run "
                 "would go on from the wrong one"
             )
-        for file, size in manifest.file_sizes().items():
-            if (folder / file).stat().st_size != size:
-                nbytes = (folder / file).stat().st_size
-                raise CheckpointError(f"{folder / file} is damaged: it has {nbytes} bytes, {size} were written")
+        for name in manifest.file_names(files):
+            nbytes, size = (folder / name).stat().st_size, manifest.file(name).size
+            if nbytes != size:
+                raise CheckpointError(f"{folder / name} is damaged: it has {nbytes} bytes, {size} were written")
     except OSError as error:
         raise CheckpointError(
             f"{folder}: a part of this checkpoint cannot be read: {error}. Take it from a copy, or remove the folder "
@@ -200,8 +202,12 @@ def load_checkpoint(
     shape. Collective over the world for an engine that ``is_filled_in_place``.
     """
     if engine.is_filled_in_place:  # rank 0 chooses: a running job may be saving a newer one just now
-        folder = text_from_rank_zero(engine.group(), lambda: str(_find(folder)), CheckpointError)
-    checkpoint = Checkpoint(folder)
+        group = engine.group()
+        found = text_from_rank_zero(group, lambda: str(_find(folder)), CheckpointError)
+        share = slice(group.rank, None, group.size)  # each file is asked for its size by one rank
+        checkpoint = on_all_ranks(group, lambda: Checkpoint(found, share), CheckpointError)
+    else:
+        checkpoint = Checkpoint(folder)
     if engine.is_filled_in_place and checkpoint.manifest is not None:
         _fill(checkpoint, engine, optimizer)
     else:
@@ -263,15 +269,13 @@ def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
     if engine.residues is None:
         return
     assert checkpoint.manifest is not None
-    group, section = engine.group(), checkpoint.manifest.sections.get(RESIDUES, {})
-    prefix = f"{group.rank:05d}/"
-    mine = {name: array for name, array in section.items() if name.startswith(prefix)}
-    residues = {
-        name.removeprefix(prefix): _sliceable(name, array, checkpoint.read_block)[...] for name, array in mine.items()
-    }
-    saved_on, mesh = checkpoint.manifest.mesh, mesh_name(engine)
-    taken = engine.take_residues(residues if saved_on == mesh else {})
-    if section and group.rank == 0 and not (taken and saved_on == mesh):
+    group, section = engine.group(), checkpoint.manifest.sections.get(RESIDUES)
+    saved_on, mesh, residues = checkpoint.manifest.mesh, mesh_name(engine), {}
+    if section is not None and saved_on == mesh:
+        for name, array in section.of(group.rank).items():
+            residues[name] = _sliceable(f"{group.rank:05d}/{name}", array, checkpoint.read_block)[...]
+    taken = engine.take_residues(residues)
+    if section is not None and group.rank == 0 and not (taken and saved_on == mesh):
         why = f"they were saved on mesh {saved_on}, not on {mesh}" if saved_on != mesh else "--compress has changed"
         logger.warning("%s: the residues of --compress start from zero: %s", checkpoint.path, why)
 

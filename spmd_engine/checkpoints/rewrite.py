@@ -12,13 +12,13 @@ import numpy as np
 
 from spmd_engine.checkpoints.format.blocks import HASH, block_name
 from spmd_engine.checkpoints.format.folder import CheckpointFolder, RunLock, discard
-from spmd_engine.checkpoints.format.manifest import Arrays, file_name, stored_arrays
+from spmd_engine.checkpoints.format.manifest import Section, file_name
 from spmd_engine.checkpoints.format.write import HASHES, BlockToWrite, write_files
 from spmd_engine.checkpoints.hf.export import TensorToWrite, write_tensors
 from spmd_engine.checkpoints.hf.weights import as_it_is
 from spmd_engine.checkpoints.load_in_place import PartOfBlock, PartReader, read_file_header
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable
-from spmd_engine.checkpoints.save import assign_blocks, file_facts
+from spmd_engine.checkpoints.save import FILE, assign_blocks, file_facts, files_of
 from spmd_engine.comm import Group
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_header import dtype_of, header
@@ -67,8 +67,10 @@ def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path
             paths = {unfinished / file_name(section, number): share for number, share in shares.items()}
             written = write_files(paths, {"step": str(checkpoint.manifest.step)})
             described = {name: (array.shape, array.dtype, pieces[name]) for name, array in arrays.items()}
-            places = {number: file_facts(file) for number, file in zip(shares, written, strict=True)}
-            sections[section] = stored_arrays(section, described, places)
+            rows = np.zeros(files, FILE)
+            for number, file in zip(shares, written, strict=True):
+                rows[number] = file_facts(file)
+            sections[section] = Section(section, described, files_of(rows))
         manifest = replace(checkpoint.manifest, sections=sections)
         return into.commit(unfinished, manifest.step, manifest.text(), keep=1 << 30)
     except BaseException:
@@ -79,15 +81,14 @@ def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path
 def problems(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a sentence for each fault of a checkpoint: reads every block and the header of every file."""
     assert checkpoint.manifest is not None
-    tables = checkpoint.manifest.hashes.items()
-    expected: dict[str, dict[str, tuple]] = {
-        file: {HASHES: ("U8", [count, HASH], offset)} for file, (offset, count, _) in tables
-    }
+    expected: dict[str, dict[str, tuple]] = {}
+    for file in map(checkpoint.manifest.file, checkpoint.manifest.file_names()):
+        expected[file.name] = {HASHES: ("U8", [file.blocks, HASH], file.end)} if file.hashes is None else {}
     for section, arrays in checkpoint.manifest.sections.items():
         for name, array in arrays.items():
             for block in array.blocks:
                 facts = array.dtype, list(block.rectangle.shape), block.offset
-                expected.setdefault(block.file, {})[block_name(name, block.rectangle, array.shape)] = facts
+                expected[block.file][block_name(name, block.rectangle, array.shape)] = facts
                 place = np.empty(block.rectangle.shape, dtype_of(array.dtype))
                 try:
                     with PartReader(checkpoint.path, checkpoint.headers, compares=False) as reader:
@@ -102,7 +103,7 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
             yield str(error)
 
 
-def _arrays(checkpoint: Checkpoint, section: str) -> Arrays:
+def _arrays(checkpoint: Checkpoint, section: str) -> Section:
     assert checkpoint.manifest is not None
     if section not in checkpoint.manifest.sections:
         raise CheckpointError(
@@ -115,7 +116,7 @@ def _source(name: str, array: Sliceable, piece: Rectangle) -> BlockToWrite:
     return BlockToWrite(block_name(name, piece, array.shape), piece.shape, array.dtype, lambda: array[piece.index])
 
 
-def _replicate_on_all(arrays: Arrays, ranks: int) -> Placement:
+def _replicate_on_all(arrays: Section, ranks: int) -> Placement:
     return Placement(
         {
             name: ArrayPlacement.of_rectangles(x.shape, dtype_of(x.dtype), [(Rectangle.whole(x.shape),)] * ranks)

@@ -18,16 +18,18 @@ import numpy as np
 from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.dtypes import describe, described
-from spmd_engine.checkpoints.format.blocks import block_name, dtype_name
+from spmd_engine.checkpoints.format.blocks import HASH, block_name, dtype_name
 from spmd_engine.checkpoints.format.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.format.manifest import (
     MODEL,
     OPTIMIZER,
     RESIDUES,
+    Arrays,
+    Files,
     Manifest,
     Pieces,
+    Section,
     file_name,
-    stored_arrays,
 )
 from spmd_engine.checkpoints.format.write import BlockToWrite, WrittenFile, write_files
 from spmd_engine.comm.agreement.rank_zero import gather_equal_json, gather_json, on_rank_zero, text_from_rank_zero
@@ -85,20 +87,23 @@ class WritePlan:
             full_name = block_name(name, piece, self.placement[name].shape)
             yield BlockToWrite(full_name, block.shape, block.dtype, lambda block=block: block)
 
-    def dtypes_of(self, rank: int, written: WrittenFile) -> dict[str, str]:
-        """The dtypes of the arrays whose first piece this rank, number ``rank``, has written: as written, since
-        optimizer state has other dtypes in its placement."""
-        names = [name for name, pieces in self.pieces.items() for _ in pieces.of(rank)]
-        return {
-            name: dtype for name, dtype in zip(names, written.dtypes, strict=True) if self.pieces[name].ranks[0] == rank
-        }
+    def other_dtypes(self, rank: int) -> dict[str, str]:
+        """The dtypes, if they are not those of the placement, as those of optimizer state may be, of the arrays whose
+        first piece this rank, number ``rank``, writes."""
+        first = [name for name, pieces in self.pieces.items() if pieces.ranks[:1].tolist() == [rank]]
+        dtypes = {name: self.array(name).dtype for name in first}
+        return {name: dtype_name(dtype, name) for name, dtype in dtypes.items() if dtype != self.placement[name].dtype}
 
-    def arrays(self, dtypes: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], str, Pieces]]:
-        """The shape, the dtype and the pieces of each array; ``dtypes``: as written, if they are others."""
+    def arrays(self, dtypes: Mapping[str, str]) -> Arrays:
+        """The arrays for the manifest; ``dtypes``: of some, if they are not those of the placement."""
         return {
             name: (array.shape, dtypes.get(name) or dtype_name(array.dtype, name), self.pieces[name])
             for name, array in self.placement.items()
         }
+
+    def stored(self, files: Files, dtypes: Mapping[str, str]) -> Section:
+        """The section of the manifest, with the files that all ranks have written."""
+        return Section(self.section, self.arrays(dtypes), files)
 
 
 @dataclass
@@ -110,21 +115,19 @@ class ResiduePlan(WritePlan):
     def to_write(self, rank: int) -> Iterator[BlockToWrite]:
         return (block._replace(name=f"{rank:05d}/{block.name}") for block in super().to_write(0))
 
-    def dtypes_of(self, rank: int, written: WrittenFile) -> dict[str, str]:
+    def other_dtypes(self, rank: int) -> dict[str, str]:
         return {}
 
-    def arrays(self, dtypes: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], str, Pieces]]:
-        """Those of all ranks: names begin with the rank."""
-        plans = {id(one): _residue_plan(one, {}, ()) for one in self.of_ranks}
-        kinds = {key: super(ResiduePlan, plan).arrays({}) for key, plan in plans.items()}
-        arrays = {}
+    def stored(self, files: Files, dtypes: Mapping[str, str]) -> Section:
+        alike: dict[int, list[int]] = {}  # the ranks with equal residues
         for rank, one in enumerate(self.of_ranks):
-            of_rank: dict[int, Pieces] = {}  # equal residues of a rank share their pieces
-            for name, (shape, dtype, pieces) in kinds[id(one)].items():
-                if id(pieces) not in of_rank:
-                    of_rank[id(pieces)] = Pieces(pieces.bounds, np.full_like(pieces.ranks, rank))
-                arrays[f"{rank:05d}/{name}"] = shape, dtype, of_rank[id(pieces)]
-        return arrays
+            alike.setdefault(id(one), []).append(rank)
+        own = [(ranks, _residue_plan(self.of_ranks[ranks[0]], {}, ()).arrays({})) for ranks in alike.values()]
+        return Section(self.section, {}, files, own)
+
+
+#: What a rank tells of its file of a section: the byte at which its blocks begin, and the SHA-256 of their hashes.
+FILE = np.dtype([("first", "<i8"), ("sha256", f"V{HASH}")])
 
 
 class Save:
@@ -145,18 +148,11 @@ class Save:
         facts: Mapping[str, Any] | None = None,
         background: bool = False,
     ) -> None:
-        for name, value in {"config": config, **(facts or {})}.items():
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:
-                raise UsageError(
-                    f"save_checkpoint: {name}: {error}; give what JSON has: texts, numbers, lists"
-                ) from None
         self.step, self._keep, self._group = step, keep, engine.group()
         self._folder = CheckpointFolder(folder)
         self._config, self._facts, self._mesh = config, dict(facts or {}), mesh_name(engine)
         self._plans = [*write_plans(engine, optimizer), *residue_plans(engine)]
-        self._into = Path(text_from_rank_zero(self._group, lambda: str(self._folder.begin()), CheckpointError))
+        self._into = Path(text_from_rank_zero(self._group, self._begin, CheckpointError))
         self._written: dict[str, WrittenFile] = {}
         self._error = ""
         self._thread: Thread | None = None
@@ -168,6 +164,17 @@ class Save:
         else:
             self._write(blocks)
 
+    def _begin(self) -> str:
+        """On rank 0: begin the checkpoint, if its facts can be written."""
+        for name, value in {"config": self._config, **self._facts}.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"save_checkpoint: {name}: {error}; give what JSON has: texts, numbers, lists"
+                ) from None
+        return str(self._folder.begin())
+
     @property
     def is_written(self) -> bool:
         """Whether this rank has written its part, or failed."""
@@ -177,13 +184,16 @@ class Save:
         """Wait until all ranks have written, and commit. Raises CheckpointError on all ranks if one failed."""
         if self._thread is not None:
             self._thread.join()
-        rank, plans = self._group.rank, {plan.section: plan for plan in self._plans}
-        written = {
-            section: [*file_facts(file), plans[section].dtypes_of(rank, file)]
-            for section, file in self._written.items()
-        }
-        results = gather_json(self._group, {"error": self._error, "written": written}, "save")
-        failed = {rank: result["error"] for rank, result in enumerate(results) if result["error"]}
+        group, plans = self._group, {plan.section: plan for plan in self._plans}
+        dtypes = {} if self._error else {key: plan.other_dtypes(group.rank) for key, plan in plans.items()}
+        mine = np.zeros(1 + len(plans), FILE)  # the first says whether this rank has more to tell
+        mine["first"][0] = bool(self._error or any(dtypes.values()))
+        for number, section in enumerate(plans, 1):
+            if section in self._written:
+                mine[number] = file_facts(self._written[section])
+        rows = group.all_gather(mine.view(np.uint8), label="save").view(FILE).reshape(group.size, -1)
+        more = gather_json(group, [self._error, dtypes], "save") if rows["first"][:, 0].any() else []
+        failed = {rank: error for rank, (error, _) in enumerate(more) if error}
         if failed:
             on_rank_zero(self._group, lambda: discard(self._into))
             errors = "; ".join(f"rank {rank}: {error}" for rank, error in list(failed.items())[:4])
@@ -191,7 +201,8 @@ class Save:
 
         def commit() -> None:
             try:
-                self._folder.commit(self._into, self.step, self._manifest(results).text(), self._keep)
+                manifest = self._manifest(rows[:, 1:], [dtypes for _, dtypes in more])
+                self._folder.commit(self._into, self.step, manifest.text(), self._keep)
             except OSError as error:
                 discard(self._into)
                 raise self._failed(str(error)) from error
@@ -213,31 +224,41 @@ class Save:
         except Exception as error:  # noqa: BLE001 (in a thread: finish reports it to all ranks)
             self._error = f"{type(error).__name__}: {error}"
 
-    def _manifest(self, results: Sequence[Mapping[str, Any]]) -> Manifest:
+    def _manifest(self, rows: np.ndarray, dtypes: Sequence[Mapping[str, Mapping[str, str]]]) -> Manifest:
+        """From ``rows[ranks sections]`` of files, and dtypes by section and name."""
         sections = {}
-        for plan in self._plans:
-            files, dtypes = {}, {}
-            for rank, result in enumerate(results):
-                if plan.section in result["written"]:
-                    *files[rank], of_rank = result["written"][plan.section]
-                    dtypes |= of_rank
-            sections[plan.section] = stored_arrays(plan.section, plan.arrays(dtypes), files)
+        for plan, of_files in zip(self._plans, rows.T, strict=True):
+            of_section = dict(chain.from_iterable(of_rank[plan.section].items() for of_rank in dtypes))
+            sections[plan.section] = plan.stored(files_of(of_files), of_section)
         return Manifest(self.step, sections, self._facts, self._config, self._mesh)
 
 
-def file_facts(file: WrittenFile) -> tuple[int, str]:
-    """What the manifest says of a file: the byte at which its blocks begin, and the SHA-256 of their hashes."""
-    return file.first, sha256(file.hashes).hexdigest()
+def file_facts(file: WrittenFile) -> tuple[int, bytes]:
+    """What the manifest says of a file, as in ``FILE``."""
+    return file.first, sha256(file.hashes).digest()
 
 
-def assign_blocks(placement: Placement, loads: np.ndarray, *, block_bytes: int = BLOCK) -> dict[str, Pieces]:
+def files_of(rows: np.ndarray) -> Files:
+    """The files of a section, from ``rows`` of ranks, ``FILE[ranks]``; zeros are of a rank without one."""
+    ranks = np.flatnonzero(rows["first"])
+    return Files(ranks, rows["first"][ranks], rows["sha256"][ranks].tobytes().hex())
+
+
+def assign_blocks(
+    placement: Placement,
+    loads: np.ndarray,
+    parts: dict[int, _Parts | Pieces] | None = None,
+    *,
+    block_bytes: int = BLOCK,
+) -> dict[str, Pieces]:
     """Divide arrays into pieces of ``block_bytes``, and assign each to a rank that holds it.
 
     Among replicas, the rank with the least load writes a piece. ``loads``, the bytes of each rank, are increased. The
-    result depends on the arguments alone, so all ranks get the same one.
+    result depends on the arguments alone, so all ranks get the same one. ``parts`` are kept for a further call with the
+    same ArrayPlacements.
     """
     assigned: dict[str, Pieces] = {}
-    parts: dict[int, _Parts | Pieces] = {}  # equal layers share one placement, and without replicas also the result
+    parts = {} if parts is None else parts  # equal layers share one placement, and without replicas also the result
     for name, array in placement.items():
         if id(array) not in parts:
             parts[id(array)] = _parts_of(array, block_bytes // array.dtype.itemsize)
@@ -312,11 +333,9 @@ def pieces_of(rectangle: Rectangle, elements: int) -> Iterator[Rectangle]:
 
 def write_plans(engine: ShardedEngine, optimizer: Optimizer | None) -> list[WritePlan]:
     """The parts of an engine and of its optimizer's state that each rank writes. Collective over the world."""
-    loads = np.zeros(engine.group().size, np.int64)
-    stored = engine.placement()
-    plans = [
-        WritePlan(MODEL, stored, assign_blocks(stored, loads), {**engine.parameters, **engine.buffers}.__getitem__)
-    ]
+    loads, parts = np.zeros(engine.group().size, np.int64), dict[int, _Parts | Pieces]()
+    stored, arrays = engine.placement(), {**engine.parameters, **engine.buffers}
+    plans = [WritePlan(MODEL, stored, assign_blocks(stored, loads, parts), arrays.__getitem__)]
     if optimizer is not None:
         optimizer.prepare(engine)
         owned, kinds = engine.placement(owned=True), sorted(optimizer.state)
@@ -327,7 +346,7 @@ def write_plans(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Writ
             kind, name = key.split("/", 1)
             return states[kind][name]
 
-        plans.append(WritePlan(OPTIMIZER, placement, assign_blocks(placement, loads), state))
+        plans.append(WritePlan(OPTIMIZER, placement, assign_blocks(placement, loads, parts), state))
     return plans
 
 

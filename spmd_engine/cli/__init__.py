@@ -16,7 +16,6 @@ import click
 
 import spmd_engine
 from spmd_engine import __version__
-from spmd_engine.comm.world import fail
 from spmd_engine.errors import UsageError, one_of, similar_to
 from spmd_engine.foreign import reason
 from spmd_engine.importing import many_imports
@@ -142,8 +141,7 @@ def _run(arguments: list[str]) -> None:
         if isinstance(leave.__context__, BrokenPipeError):  # rich ends the program so
             _end_without_reader()
         if where := _where_own_code_ended(leave):
-            fail(f"spmd_engine: {where}: this code ended the program ({reason(leave)}) instead of returning")
-            sys.exit(2)
+            _fail(f"{where}: this code ended the program ({reason(leave)}) instead of returning")
         if isinstance(leave, SystemExit):
             raise
         if leave.exit_code:  # --help ends with 0
@@ -156,22 +154,26 @@ def _run(arguments: list[str]) -> None:
         let_rank_zero_speak()
         sys.exit(2)
     except UsageError as error:
-        fail(f"spmd_engine: {error}")
-        sys.exit(2)
+        _fail(str(error))
     except MemoryError as error:
         why = str(error) or "an allocation failed; try a smaller batch, more micro-batches or more ranks"
-        fail(f"spmd_engine: there is not enough memory for this: {why}; 'doctor' names limits of memory")
-        sys.exit(2)
+        _fail(f"there is not enough memory for this: {why}; 'doctor' names limits of memory")
     except BrokenPipeError:
         _end_without_reader()
     except OSError as error:
         if error.filename is None and error.errno not in SHORTAGES:  # not about a file
             raise
         where = f"{error.filename}: " if error.filename is not None else ""
-        fail(f"spmd_engine: {where}{error.strerror}{SHORTAGES.get(error.errno or 0, '')}")
-        sys.exit(2)
+        _fail(f"{where}{error.strerror}{SHORTAGES.get(error.errno or 0, '')}")
     except KeyboardInterrupt as error:
         end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error, arguments))
+
+
+def _fail(message: str) -> NoReturn:
+    from spmd_engine.comm.world import fail  # with NumPy, which 'new' and --help do without
+
+    fail(f"spmd_engine: {message}")
+    sys.exit(2)
 
 
 def _no_such_option(error: click.NoSuchOption) -> str:

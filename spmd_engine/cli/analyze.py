@@ -19,7 +19,7 @@ from spmd_engine.observability.step import draw_memory_of_step, print_shards, pr
 from spmd_engine.planning import Samples, analyze_engine
 from spmd_engine.planning import analyze as analyze_step
 from spmd_engine.planning.dry_run.model_shards import model_shards
-from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import read_machine
 from spmd_engine.planning.search.placement import annealed, tasks_of
 from spmd_engine.training import TrainConfig
 from spmd_engine.training.data.array_file import read_arrays

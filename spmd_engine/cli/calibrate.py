@@ -22,11 +22,10 @@ from spmd_engine.engine import AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.planning import analyze
-from spmd_engine.planning.machine.files import calibrated_file, read_machine, toml_of
-from spmd_engine.planning.machine.machine import Fitted, Machine
+from spmd_engine.planning.machine.machine import Fitted, Machine, calibrated_file, read_machine, toml_of
 from spmd_engine.planning.machine.measure import IDLE, SECONDS, measure_machine, share_of_cores
 from spmd_engine.planning.machine.product_choice import choose_products
-from spmd_engine.planning.simulator.compute_time import ComputeTimes
+from spmd_engine.planning.simulator.times import ComputeTimes
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training import TrainConfig, Trainer
 from spmd_engine.training.workload import make_trainer, open_workload
@@ -36,7 +35,6 @@ from spmd_engine.training.workload import make_trainer, open_workload
 @click.option("--output", type=FILE, help="File to write. [default: the file that 'plan' reads]")
 @click.option(
     "--seconds",
-    metavar="TIME",
     type=Quantity(units.SECONDS),
     default=SECONDS,
     help="Time to measure matrix products and memory, from 1s to 10min.",

@@ -53,7 +53,7 @@ def inspect(path: str, arrays: bool | None, as_json: bool) -> None:
         "path": str(opened.path),
         "step": manifest.step,
         "written_on": manifest.mesh,
-        "files": len(manifest.file_sizes()),
+        "files": len(manifest.file_names()),
         "bytes": sizes,
         **{name: value for name, value in manifest.facts.items() if name != "report"},  # in metrics.jsonl, as a rule
     }

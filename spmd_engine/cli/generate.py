@@ -88,7 +88,8 @@ def check_weights(run: str | None, checkpoint: str | None, job: TrainConfig) -> 
 
 
 def served_run(run: str, job: TrainConfig) -> TrainConfig:
-    """The job of ``--run``, whose code may run if ``--model`` names it or with ``--trust-code``. Collective.
+    """The job of ``--run`` in the ``--precision``, whose code may run if ``--model`` names it or with ``--trust-code``.
+    Collective.
 
     Raises UsageError for code that is not permitted, and for another ``--model`` than that of the run.
     """
@@ -98,16 +99,15 @@ def served_run(run: str, job: TrainConfig) -> TrainConfig:
         if is_code(run_job.model.name):
             raise other_code(run_job.model.name, named, run)
         raise UsageError(f"--model {named} with --run {run}, whose model is {run_job.model.name}: omit one of them")
-    return run_job.changed(model=permitted(run_job.model, named, params["trust_code"]))
+    model = permitted(run_job.model, named, params["trust_code"])
+    return run_job.changed(model=model.changed(dtype=params["precision"] or model.dtype))
 
 
 def open_text_model(run: str | None, checkpoint: str | None, job: TrainConfig, mesh: Mesh) -> TextModel:
     """The model of ``--run`` or ``--model``. Collective; raises UsageError for a model that does not take text."""
     check_weights(run, checkpoint, job)
     if run:
-        model = served_model(served_run(run, job))
-        given = click.get_current_context().params["precision"]
-        engine = _build(model.changed(dtype=given) if given else model, mesh, job)
+        engine = _build(served_model(served_run(run, job)), mesh, job)
         load_checkpoint(run_folder(run), engine)
         return _with_tokenizer(engine, run_folder(run))
     if is_code(job.model.name):

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 import click
 import numpy as np
 
 from spmd_engine.arrays.precision import HALVES, dtype_of
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, open_pretrained
-from spmd_engine.cli.generate import (
-    HELP,
-    SERVED,
-    check_weights,
-    checkpoint_option,
-    run_option,
-    served_run,
-    tokenizer_of,
-    tokens_in,
-)
+from spmd_engine.cli import generate
 from spmd_engine.cli.options import LongCommand, open_mesh, served_model, takes_job
 from spmd_engine.cli.values import WholeRange
 from spmd_engine.comm import Mesh
@@ -48,10 +40,10 @@ from spmd_engine.training.run_folder import run_folder
     help="Whole inputs; the first dim is the batch. Or images, or texts, for a model of these.",
 )
 @click.option("--output", "target", metavar="Y.npy", required=True, help="File for the whole outputs.")
-@run_option
-@checkpoint_option
+@generate.run_option
+@generate.checkpoint_option
 @click.option("--batch-size", type=WholeRange(min=1), help="Inputs at a time. [default: all]")
-@takes_job(*SERVED, config=False, help=HELP)
+@takes_job(*generate.SERVED, config=False, help=generate.HELP)
 def infer(source, target, run, checkpoint, batch_size, trust_code, job) -> None:
     """Read inputs on rank 0, run the model on all ranks, and write the outputs from rank 0.
 
@@ -66,8 +58,8 @@ def infer(source, target, run, checkpoint, batch_size, trust_code, job) -> None:
     of your own is called with mesh=... and dtype=... if it takes these, and with nothing else; its load_checkpoint is
     called if --checkpoint is given. The engine of a run is on the mesh of the run, unless --mesh has another.
     """
-    check_weights(run, checkpoint, job)
-    run_job = served_run(run, job) if run else None
+    generate.check_weights(run, checkpoint, job)
+    run_job = generate.served_run(run, job) if run else None
     served = served_model(run_job) if run_job else None
     axes = run_job.composition.mesh if run_job and run_job.model.engine is not None else None
     if job.composition.shares and (is_code(job.model.name) or (served is not None and served.engine is not None)):
@@ -127,13 +119,13 @@ Inputs = np.ndarray | ImageRows | list[np.ndarray]  #: an array, images, or the 
 
 def _samples(source: str, engine: ShardedEngine, run: str | None, checkpoint: str | None, job: TrainConfig) -> Inputs:
     """The images or texts in a file or folder, for a model of these. Prints what the rows are."""
-    if isinstance(engine, LayeredEngine) and _takes_images(engine):
+    if _takes_images(engine):
         images, notes = find_unlabelled(Path(source), engine.model.sample[-1] if engine.model.sample else 3)
         click.echo("; ".join([f"{source}: {len(images):,} images", *notes]), err=True)
         return images
     if not isinstance(engine, LayeredEngine) or not engine.model.vocabulary:
         return read_inputs(source)  # which raises the error
-    texts = tokens_in(source, tokenizer_of(run, checkpoint, job), parse_columns(job.data.columns))
+    texts = generate.tokens_in(source, generate.tokenizer_of(run, checkpoint, job), parse_columns(job.data.columns))
     if not texts:
         raise UsageError(f"--input {source}: there is nothing to read in it")
     for where, tokens in texts:
@@ -184,10 +176,10 @@ def _pieces(inputs: Inputs, size: int | None, engine: ShardedEngine) -> Iterator
     step = size or len(inputs)
     for start in range(0, len(inputs), step):
         piece = inputs[start : start + step]
-        yield as_floats(piece, engine.dtype) if isinstance(engine, LayeredEngine) and _takes_images(engine) else piece
+        yield as_floats(piece, engine.dtype) if _takes_images(engine) else piece
 
 
-def _takes_images(engine: ShardedEngine) -> bool:
+def _takes_images(engine: ShardedEngine) -> TypeGuard[LayeredEngine]:
     return isinstance(engine, LayeredEngine) and engine.model.name in IMAGES
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from spmd_engine.engine.reshape import PROTOCOLS, ShapeRequest
 from spmd_engine.errors import UsageError
 from spmd_engine.files import naming
 from spmd_engine.foreign import reading
-from spmd_engine.jobs.joined_run import join as join_job
+from spmd_engine.jobs.run_job import join as join_job
 from spmd_engine.observability.progress import live_migration_text
 from spmd_engine.observability.run_record import JsonLines
 from spmd_engine.planning.plan_result import PlanFile
@@ -31,6 +31,11 @@ from spmd_engine.units import SECONDS, numbers_of, readable_bytes, readable_seco
 
 EVERY = 0.1  #: seconds between two looks for the answer
 MOST_MOVES = 8  #: pairs of ranks that a line lists
+
+
+def wait_option(help: str) -> Callable:
+    """The longest wait for the job; ``help`` says for what."""
+    return click.option("--wait", type=Quantity(SECONDS), default="10min", help=help)
 
 
 @click.command(cls=LongCommand, short_help="Change how a running job is spread over its ranks.")
@@ -54,13 +59,7 @@ MOST_MOVES = 8  #: pairs of ranks that a line lists
     "[default: as now if the axes stay, else even parts]",
 )
 @click.option("--at", metavar="STEP", type=WholeNumber(), help="Change after this step. [default: the next]")
-@click.option(
-    "--wait",
-    type=Quantity(SECONDS),
-    metavar="TIME",
-    default="10min",
-    help="Longest wait for the answer; a live migration that takes longer is given up.",
-)
+@wait_option("Longest wait for the answer; a live migration that takes longer is given up.")
 @click.option(
     "--dry-run", is_flag=True, help="Print what would move, and for how long, by each protocol; move nothing."
 )
@@ -206,13 +205,7 @@ def _answer(folder: Path, events: JsonLines, request: str, wait: float) -> dict[
     metavar="N,N,...",
     help="Ranks of the job on the new mesh, with rank 0. [default: the first]",
 )
-@click.option(
-    "--wait",
-    type=Quantity(SECONDS),
-    metavar="TIME",
-    default="10min",
-    help="Longest wait until the job takes these ranks in.",
-)
+@wait_option("Longest wait until the job takes these ranks in.")
 @trust_option
 @options_of(TrainConfig, ["model", "composition"], without=["compress"], help={"model": "The run's own code, by name."})
 def join(run: str, ranks: str | None, wait: float, trust_code: bool, **options: Any) -> None:

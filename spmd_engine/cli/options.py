@@ -103,10 +103,8 @@ _ALL = f"{__name__}.all"  #: a key of click's context: whether the whole help is
 class Quantity(click.ParamType):
     """Bytes or seconds, with a unit: ``2GiB``, ``100ms``; or bytes a second, ``1GB/s``."""
 
-    name = "quantity"
-
     def __init__(self, unit: str) -> None:
-        self.unit = unit
+        self.unit, self.name = unit, "size" if unit == BYTES else "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if not isinstance(value, str):
@@ -203,7 +201,6 @@ def values_given(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def takes_job(
     *names: str,
-    without: Collection[str] = (),
     config: bool = True,
     described: bool = False,
     defaults: Mapping[str, Any] | None = None,
@@ -212,12 +209,12 @@ def takes_job(
     """A decorator that gives a command the options of a job and, with ``config``, an option for a file that has a job.
     It calls the command with the ``job`` that they describe.
 
-    ``names`` and ``without`` choose the options. ``defaults`` hold for the command, unless the file has a value. With
+    ``names`` choose the options. ``defaults`` hold for the command, unless the file has a value. With
     ``described``, ``--model`` may be the path of a file that describes a model.
     """
 
     def decorate(command: Callable) -> Callable:
-        chosen = chosen_settings(TrainConfig, names, without)
+        chosen = chosen_settings(TrainConfig, names)
 
         @wraps(command)
         def run(*args: Any, **values: Any) -> Any:
@@ -226,7 +223,7 @@ def takes_job(
             given_options = values_given({name: values.pop(name) for name in names_given})
             return command(*args, job=_job_of(given_options, path, defaults or {}, described), **values)
 
-        run = options_of(TrainConfig, names, without, defaults, help)(run)
+        run = options_of(TrainConfig, names, defaults=defaults, help=help)(run)
         return _CONFIG(run) if config else run
 
     return decorate

@@ -28,18 +28,10 @@ from spmd_engine.engine import ParallelConfig
 from spmd_engine.engine.build import composed_layout
 from spmd_engine.engine.schedules.orders import named
 from spmd_engine.errors import UsageError
+from spmd_engine.observability import shardings
 from spmd_engine.observability.collective import EXAMPLES, MOST, draw_collective, transports_on_mesh
 from spmd_engine.observability.memory import draw_memory, draw_storage
 from spmd_engine.observability.run_record import RunRecord
-from spmd_engine.observability.shardings import (
-    mean_loads,
-    notes_on_holders,
-    parameter_sharding,
-    parse_shape,
-    placement_text,
-    print_shardings,
-    with_shares,
-)
 from spmd_engine.observability.step import draw_communication, print_transfers
 from spmd_engine.planning import analyze
 from spmd_engine.training import TrainConfig
@@ -75,7 +67,7 @@ def inspect(job: TrainConfig, storage: bool, output: Path | None) -> None:
         present(draw_storage(job, model, composition), output, console)
         return
     picture = draw_memory(job, model, composition)
-    print_shardings(console, job, model, composition)
+    shardings.print_shardings(console, job, model, composition)
     console.print()
     present(picture, output, console)
 
@@ -134,13 +126,14 @@ def sharding(spec: str | None, shape: str | None, param: str | None, job: TrainC
         if spec or shape:
             raise UsageError("show sharding: give either SHARDING and --shape, or --param and --model")
         name = f"{job.model.name} {param} "
-        parsed, sizes, places = parameter_sharding(job, param, places)
+        parsed, sizes, places = shardings.parameter_sharding(job, param, places)
     elif spec is None or shape is None:
         raise UsageError('show sharding: give SHARDING and --shape, as in: show sharding "b/data d" --shape 8,6')
     else:
         name = ""
-        parsed, sizes = with_shares(Spec.parse(spec), job.composition.shares, places[0]), parse_shape(shape)
-    present(ArraySharding.of(parsed, sizes, places).picture(name, notes_on_holders(places)), output)
+        parsed = shardings.with_shares(Spec.parse(spec), job.composition.shares, places[0])
+        sizes = shardings.parse_shape(shape)
+    present(ArraySharding.of(parsed, sizes, places).picture(name, shardings.notes_on_holders(places)), output)
 
 
 @show.command(cls=LongCommand, short_help="Ranks that hold each expert, and its load in a run.")
@@ -171,12 +164,12 @@ def experts(job: TrainConfig, run: str | None, steps: int, layer: str | None) ->
         if not (over or axes):
             composition, placed = run_job.composition, RunRecord.read(run_folder(run)).experts
         axes = axes or run_job.composition.mesh
-        loads = mean_loads(run_folder(run), steps)
+        loads = shardings.mean_loads(run_folder(run), steps)
     model = job.model.build(composition)
     places = all_positions(dict(axes or {"data": 1}))
     layout = replace(composed_layout(model, places[0], composition), experts=placed)
     click.echo(f"{job.model.name}, mesh {places[0]}: inputs {layout.spec(model.inputs)}")
-    click.echo(placement_text(model, places, layout, loads, layer))
+    click.echo(shardings.placement_text(model, places, layout, loads, layer))
 
 
 @show.command(short_help="The timeline of a pipeline's schedule.")

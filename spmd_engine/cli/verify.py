@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
@@ -133,25 +133,12 @@ def verify(context: click.Context, engine: str | None, job: TrainConfig, **optio
             if not verify_import(*paths, mesh, _composition(job, mesh), job.device, options["tolerance"]):
                 sys.exit(1)
             return
-        case = _Case(job, mesh, options)
-        if job.strategy:
-            report = _verify_page(job.strategy, case)
-        elif engine:
-            report = _verify_user_engine(engine, case)
-        else:
-            report = _verify_model(case)
+        what = job, mesh, options
+        report = _verify_own(engine, *what) if engine or job.strategy else _verify_model(*what)
         if mesh.rank == 0:
             click.echo(report.verdict)
         if not report.agrees:
             sys.exit(1)
-
-
-class _Case(NamedTuple):
-    """The job to verify, its mesh, and the options that only this command has."""
-
-    job: TrainConfig
-    mesh: Mesh
-    options: dict[str, Any]
 
 
 def _flag(name: str) -> str:
@@ -171,10 +158,9 @@ def _open_mesh(job: TrainConfig) -> Mesh:
     return open_mesh(job, beside=True)
 
 
-def _verify_model(case: _Case) -> Report:
-    job, mesh = case.job, case.mesh
+def _verify_model(job: TrainConfig, mesh: Mesh, options: dict[str, Any]) -> Report:
     composition = _composition(job, mesh)
-    if composition.compress != "none" and not case.options["tolerance"]:
+    if composition.compress != "none" and not options["tolerance"]:
         raise UsageError(
             f"verify --compress {composition.compress}: compression changes sums, and one device does not compress. "
             "Omit it, or give the difference that is acceptable: --tolerance"
@@ -201,46 +187,43 @@ def _verify_model(case: _Case) -> Report:
         micro_batches=job.data.micro_batches,
         seed=job.model.seed,
     )
-    return _compare(job.model.name, engine, reference, batches, case, own=is_code(job.model.name), exact=exact)
+    return _compare(job.model.name, engine, reference, batches, job, options, own=is_code(job.model.name), exact=exact)
 
 
-def _verify_user_engine(name: str, case: _Case) -> Report:
-    if not case.options["input_shape"]:
+def _verify_own(name: str | None, job: TrainConfig, mesh: Mesh, options: dict[str, Any]) -> Report:
+    """Verify an engine of the user, by its name; None: the page of strategies/ that the job names."""
+    given, data = options["input_shape"], job.data
+    if name is None:
+        name = job.strategy
+        assert name
+        page = strategy_named(name)
+        if missing := [axis for axis in page.axes if axis not in mesh.axes]:
+            raise UsageError(f"--strategy {name} with --mesh {mesh}: it also needs the axes {', '.join(missing)}")
+        sizes = {"b": data.batch_size, "s": data.length, "d": WIDTH, "h": IMAGE[0], "w": IMAGE[1], "c": WIDTH}
+        shape = tuple(sizes[letter] for letter in page.sample.split())
+        make = partial(page, WIDTH, HEADS if "heads" in page.sizes else HIDDEN)
+    elif given:
+        make = code_named(name, "verify", named_in="")
+        shape = numbers_of(given, "--input-shape", "whole numbers, as in 16,8", 1)
+    else:
         raise UsageError(f"verify {name} needs --input-shape N,N,...: the shape of whole inputs, the batch first")
-    make = code_named(name, "verify", named_in="")
-    return _verify_constructed(
-        name, make, numbers_of(case.options["input_shape"], "--input-shape", "whole numbers, as in 16,8", 1), case
-    )
-
-
-def _verify_page(name: str, case: _Case) -> Report:
-    page = strategy_named(name)
-    if missing := [axis for axis in page.axes if axis not in case.mesh.axes]:
-        raise UsageError(f"--strategy {name} with --mesh {case.mesh}: it also needs the axes {', '.join(missing)}")
-    sizes = {"b": case.job.data.batch_size, "s": case.job.data.length, "d": WIDTH}
-    sizes |= {"h": IMAGE[0], "w": IMAGE[1], "c": WIDTH}
-    shape = tuple(sizes[letter] for letter in page.sample.split())
-    return _verify_constructed(name, partial(page, WIDTH, HEADS if "heads" in page.sizes else HIDDEN), shape, case)
-
-
-def _verify_constructed(name: str, make: Callable[..., Any], shape: tuple[int, ...], case: _Case) -> Report:
-    engine, reference = engine_and_reference(make, case.mesh)
-    check_mesh(name, engine, case.mesh, case.job.composition.mesh)
+    engine, reference = engine_and_reference(make, mesh)
+    check_mesh(name, engine, mesh, job.composition.mesh)
     no_batch: Any = None  # no step runs
     started = compare(engine, reference, no_batch, steps=0)
     if not started.agrees:  # fill_zeros would hide this difference
         return started
-    fill_zeros(engine, reference, case.job.model.seed)
+    fill_zeros(engine, reference, job.model.seed)
     batches = batches_of_shape(
         engine,
         reference,
         shape,
-        micro_batches=case.job.data.micro_batches,
-        seed=case.job.model.seed,
-        below=case.options["tokens"],
-        classes=case.options["classes"],
+        micro_batches=data.micro_batches,
+        seed=job.model.seed,
+        below=options["tokens"],
+        classes=options["classes"],
     )
-    return _compare(name, engine, reference, batches, case, own=True)
+    return _compare(name, engine, reference, batches, job, options, own=True)
 
 
 def _compare(
@@ -248,7 +231,8 @@ def _compare(
     engine: ShardedEngine,
     reference: ShardedEngine | None,
     batches: Callable,
-    case: _Case,
+    job: TrainConfig,
+    options: dict[str, Any],
     own: bool,
     exact: ShardedEngine | None = None,
 ) -> Report:
@@ -256,7 +240,7 @@ def _compare(
         if engine.device_id == 0:
             click.echo(text)
 
-    training, options = case.job.training, case.options
+    training = job.training
     echo(f"{name} on mesh {engine.mesh}, compared with one device\n")
     return compare(
         engine,

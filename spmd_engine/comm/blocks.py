@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -23,11 +24,7 @@ def span(length: int, parts: int, index: int) -> slice:
 
 def spans(lengths: Sequence[int]) -> list[slice]:
     """Consecutive slices of these lengths."""
-    parts, end = [], 0
-    for length in lengths:
-        start, end = end, end + length
-        parts.append(slice(start, end))
-    return parts
+    return [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
 def merged(parts: Sequence[slice]) -> list[slice]:

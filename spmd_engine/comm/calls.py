@@ -219,7 +219,7 @@ class Collective(PreparedCall, ABC):
                 ready = ready if target is not None else None
             if isinstance(transport, NcclTransport):
                 move = partial(self.move, transport, offer.data, result, lengths)
-                event = yield from transport.queue(self.queued(routing, number), move, ready)
+                event = yield from transport.nccl.queue(self.queued(routing, number), move, ready)
             else:
                 yield from self.move(transport, offer.data, result, lengths)
         if transport is not None:

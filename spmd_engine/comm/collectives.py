@@ -18,7 +18,7 @@ from spmd_engine.comm.agreement.call_agreement import Agreed
 from spmd_engine.comm.agreement.signature import Signature, Signatures, number_of
 from spmd_engine.comm.blocks import Reducer, joined, merged, reducer, reducible, span, spans
 from spmd_engine.comm.calls import Collective, Offer, PreparedCall, Shape, copied
-from spmd_engine.comm.dispatch import Routing
+from spmd_engine.comm.dispatch import Routing, parts_on_the_way
 from spmd_engine.comm.pending import Queued, Steps
 from spmd_engine.comm.rounds import Payload, WholeSum, reduce_rounds
 from spmd_engine.comm.shared_memory.cross_memory import flat, to_array
@@ -74,7 +74,7 @@ class BroadcastCall(PreparedCall):
         if isinstance(transport, NcclTransport):
             data = root_array.copy() if root_array is not None else home.empty(shape, dtype)
             move = partial(transport.broadcast, data.reshape(-1), self.signature.root)
-            return Queued(data, home, (yield from transport.queue(self.queued(routing, number), move)))
+            return Queued(data, home, (yield from transport.nccl.queue(self.queued(routing, number), move)))
         if root_array is not None and not routing.is_for_messages(root_array):  # others want the result on the host
             root_array = yield from routing.staged(root_array)
         if transport is None or transport.blocks:
@@ -106,7 +106,8 @@ class Reducing(Collective):
             return None
         parts = [slice(0, blocks[0].size)] if count == 1 else [self.places[senders.outer(r)] for r in range(count)]
         lengths, slices = [part.stop - part.start for part in parts], merged(parts)
-        sums, combined = np.empty(sum(lengths), wide), _added(self.signature.reduction)
+        sums, combined = np.empty(sum(lengths), wide), self.signature.reduction
+        combined = "sum" if combined == "mean" else combined
         for part, place in zip(slices, spans([part.stop - part.start for part in slices]), strict=True):
             pieces = [flat(block)[part] for block in blocks]
             if len(pieces) == 1:
@@ -120,7 +121,8 @@ class Reducing(Collective):
 
     def _parts_on_the_way(self, routing: Routing) -> int:
         size = prod(self.signature.array_type[0]) * accumulated_in(self.dtype).itemsize
-        return routing.parts_on_the_way(self.signature.operation, size)
+        senders, tuning = routing.connections.senders.size, routing.connections.tuning
+        return parts_on_the_way(self.signature.operation, size, senders, routing.in_rank_order, tuning)
 
     def complete(self, routing: Routing, payload: Payload, transport: Transport | None, result: Array) -> Steps:
         total = payload.x[payload.mine]
@@ -335,24 +337,15 @@ class AllToAllCall(Joining):
         return transport.all_to_all(sent, self.places, packed, places)
 
 
-def _barrier(group: Routing, x: None, label: str) -> PreparedCall:
-    return PreparedCall(Signature("barrier"), ("barrier", group.axes, label))
-
-
 #: Prepares a call: (group, array, *arguments of the operation, label) -> PreparedCall
 PREPARE = {
-    "barrier": _barrier,
+    "barrier": lambda group, x, label: PreparedCall(Signature("barrier"), ("barrier", group.axes, label)),
     "broadcast": BroadcastCall.of,
     "all_reduce": AllReduceCall.of,
     "reduce_scatter": ReduceScatterCall.of,
     "all_gather": AllGatherCall.of,
     "all_to_all": AllToAllCall.of,
 }
-
-
-def _added(reduction: str) -> str:
-    """The reduction of parts of what ``reduction`` reduces."""
-    return "sum" if reduction == "mean" else reduction
 
 
 def _axis(group: Routing, operation: str, x: Array, axis: int) -> int:

@@ -10,19 +10,16 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spmd_engine.arrays.backend import CudaBackend
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.communicators.communicator import Communicator, MessagePart, Ranks
 from spmd_engine.comm.nccl_ranks import NcclRanks
 from spmd_engine.comm.pending import CallOrder
 from spmd_engine.comm.shared_memory.arena import Neighbours
 from spmd_engine.comm.shared_memory.slot_table import SlotTable
-
-if TYPE_CHECKING:
-    from spmd_engine.arrays.backend import CudaBackend
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Connections:
         self.comm, self.neighbours, self.node_table = comm, neighbours, node_table
         self.calls = 0  #: collectives started so far; equal on all ranks
         self.call_order = CallOrder()  #: of calls that may use ``nccl``
-        self._messages: defaultdict[tuple[str, int], count] = defaultdict(count)
+        self.messages: defaultdict[tuple[str, int], count] = defaultdict(count)  #: numbers of those to, or from, a rank
         self.table: SlotTable | None = None  #: of all ranks, if they are on one node
         self.lanes: Lanes | None = None  #: if there are several nodes with equally many ranks
         if node_table is not None and node_table.size == comm.size:
@@ -115,10 +112,6 @@ class Connections:
         words = self.comm.line.words
         words[0], words[1] = number, text
         return number
-
-    def next_message(self, direction: str, rank: int) -> int:
-        """The number of this message among those to or from one other rank."""
-        return next(self._messages[direction, rank])
 
     def empty(self, shape: Sequence[int], dtype) -> np.ndarray:
         """An uninitialized array, in memory that the node's ranks share, if there is room."""

@@ -23,7 +23,7 @@ from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.connections import Tuning, connections_of
 from spmd_engine.comm.nccl_ranks import NcclRanks, QueuedCall
 from spmd_engine.comm.pending import TIMEOUT, Condition, Steps
-from spmd_engine.comm.shared_memory.slot_table import Entries, SlotTable
+from spmd_engine.comm.shared_memory.slot_table import SlotTable
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.nccl import NcclTransport
@@ -89,8 +89,7 @@ class Routing:
     ) -> None:
         self.comm, self.axes, self.rank, self.size = comm, axes, comm.rank, comm.size
         self.connections = connections = connections_of(comm)
-        table = connections.table
-        self.one_node = table is not None
+        self.one_node = connections.table is not None
         self.spins = self.one_node and comm.spin_tests > 0 and comm.size > 1  #: whether blocking calls spin
         self._room = connections.node_table.room if connections.node_table is not None else sys.maxsize
         self.agreement, self.in_rank_order = Agreement(connections, axes, check), deterministic
@@ -124,7 +123,8 @@ class Routing:
         """Receive one number from each rank, and send ``values[r]`` to rank r, as part of call ``number``."""
         sent, received = np.array(values, np.int64), np.empty(len(values), np.int64)
         facts = Facts(sent.nbytes, self.size, tuning=self.connections.tuning)
-        places, transport = spans([1] * len(values)), Messages(self._call(Signature("all_to_all"), number, facts))
+        call = AgreedCall(Signature("all_to_all"), number, facts, self.comm, self.connections, TRANSPORTS)
+        places, transport = spans([1] * len(values)), Messages(call)
         yield from transport.all_to_all(sent, places, received, places)
         received[self.rank] = sent[self.rank]
         return received.tolist()
@@ -146,16 +146,9 @@ class Routing:
             tuning=connections.tuning,
         )
         kind = choose(signature, facts)
-        return None if kind is None else self._call(signature, number, facts, entries).by(kind)
-
-    def _call(self, signature: Signature, number: int, facts: Facts, entries: Entries | None = None) -> AgreedCall:
-        connections = self.connections
-        return AgreedCall(signature, number, facts, self.comm, connections, TRANSPORTS, entries)
-
-    def parts_on_the_way(self, operation: str, size: int) -> int:
-        """See the function of this name, for the ranks of this group."""
-        senders, tuning = self.connections.senders.size, self.connections.tuning
-        return parts_on_the_way(operation, size, senders, self.in_rank_order, tuning)
+        if kind is None:
+            return None
+        return AgreedCall(signature, number, facts, self.comm, connections, TRANSPORTS, entries).by(kind)
 
     def queued(self, number: int, what: str, where: tuple[str, str, str]) -> QueuedCall:
         """A call whose transfers NCCL queues; ``what``: its name and arguments; ``where``: operation, axes, label."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
+from spmd_engine.arguments import checked
 from spmd_engine.pictures import html_table
+
+Name = Literal["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "receive", "reduce_scatter", "send"]
 
 
 @dataclass
@@ -56,7 +60,8 @@ class Ledger:
         if self.observer:
             self.observer(*where, seconds)
 
-    def total(self, operation: str | None = None, axes: str | None = None, label: str | None = None) -> Entry:
+    @checked()
+    def total(self, operation: Name | None = None, axes: str | None = None, label: str | None = None) -> Entry:
         """The sum over all entries that match the given fields."""
         total = Entry()
         wanted = (operation, axes, label)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from collections.abc import Iterable, Mapping, Sequence
+from math import ulp
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.axes import MeshPosition, Over, axes_text, checked_axes, count_ranks, rank_grid
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.communicators.threads import current_thread_communicator, solo
-from spmd_engine.comm.group import Group, Out, Sizes
+from spmd_engine.comm.group import Group, Out, Sizes, started
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.other_ranks import OtherRanks
-from spmd_engine.comm.pending import TIMEOUT, Pending
+from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.comm.world import world
 from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
 from spmd_engine.runtime.activity import Activity
@@ -24,27 +25,15 @@ if TYPE_CHECKING:
     from spmd_engine.comm.notation import Spec
     from spmd_engine.comm.views import ArraySharding
 
-_Arguments = ParamSpec("_Arguments")
 
-
-def started(method: Callable[Concatenate[Any, _Arguments], Any]) -> Callable[Concatenate[Any, _Arguments], Pending]:
-    """The ``start_...`` form of a blocking method: it takes the same arguments and returns a Pending."""
-
-    @wraps(method)
-    def start(self: Collectives, *args: _Arguments.args, **options: _Arguments.kwargs) -> Pending:
-        return method(_Starting(self), *args, **options)
-
-    return start
-
-
-class _Starting:
+class _StartingOnMesh:
     """A view of a mesh or group whose methods start their calls: ``all_reduce`` is the group's ``start_all_reduce``."""
 
     def __init__(self, ranks: Any) -> None:
         self._ranks, self.backend = ranks, getattr(ranks, "backend", CPU)
 
-    def group(self, over: Over) -> _Starting:
-        return _Starting(self._ranks.group(over))
+    def group(self, over: Over) -> _StartingOnMesh:
+        return _StartingOnMesh(self._ranks.group(over))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ranks, f"start_{name}")
@@ -78,24 +67,24 @@ class Collectives:
     def barrier(self, over: Over = None) -> None:
         return self.group(over).barrier()
 
-    start_barrier = started(barrier)
+    start_barrier = started(barrier, _StartingOnMesh)
 
     def broadcast(self, arr: Array | None, root: int = 0, *, over: Over = None, label: str = "") -> Array:
         return self.group(over).broadcast(arr, root, label=label)
 
-    start_broadcast = started(broadcast)
+    start_broadcast = started(broadcast, _StartingOnMesh)
 
     def all_gather(
         self, arr: Array, axis: int = 0, *, over: Over = None, sizes: Sizes = None, out: Out = None, label: str = ""
     ) -> Array:
         return self.group(over).all_gather(arr, axis, sizes=sizes, out=out, label=label)
 
-    start_all_gather = started(all_gather)
+    start_all_gather = started(all_gather, _StartingOnMesh)
 
     def all_reduce(self, arr: Array, op: str = "sum", *, over: Over = None, out: Out = None, label: str = "") -> Array:
         return self.group(over).all_reduce(arr, op, out=out, label=label)
 
-    start_all_reduce = started(all_reduce)
+    start_all_reduce = started(all_reduce, _StartingOnMesh)
 
     def reduce_scatter(
         self,
@@ -110,7 +99,7 @@ class Collectives:
     ) -> Array:
         return self.group(over).reduce_scatter(arr, axis, op, sizes=sizes, out=out, label=label)
 
-    start_reduce_scatter = started(reduce_scatter)
+    start_reduce_scatter = started(reduce_scatter, _StartingOnMesh)
 
     def all_to_all(
         self,
@@ -127,17 +116,17 @@ class Collectives:
         group = self.group(over)
         return group.all_to_all(arr, axis, concat_axis, splits=splits, received=received, out=out, label=label)
 
-    start_all_to_all = started(all_to_all)
+    start_all_to_all = started(all_to_all, _StartingOnMesh)
 
     def send(self, dest_id: int, arr: Array, *, over: Over = None, label: str = "") -> None:
         return self.group(over).send(dest_id, arr, label=label)
 
-    start_send = started(send)
+    start_send = started(send, _StartingOnMesh)
 
     def receive(self, src_id: int, *, over: Over = None, label: str = "") -> Array:
         return self.group(over).receive(src_id, like=self.backend, label=label)
 
-    start_receive = started(receive)
+    start_receive = started(receive, _StartingOnMesh)
 
 
 def ranks_by_position(nodes: Sequence[str], order: Sequence[int] | None = None) -> list[int]:
@@ -173,6 +162,11 @@ class Mesh(Collectives, MeshPosition):
 
     others: OtherRanks  #: the ranks of the job that are not on the mesh, if there are any
 
+    @checked(
+        {"timeout": ulp(0)},
+        comm="axes by name, as in Mesh(data=2, model=2)",
+        timeout="seconds above 0, or None to wait for ever",
+    )
     def __init__(
         self,
         comm: Communicator | None = None,
@@ -185,10 +179,6 @@ class Mesh(Collectives, MeshPosition):
         order: Sequence[int] | None = None,
         **axes: int | Sequence[int],
     ) -> None:
-        if comm is not None and not isinstance(comm, Communicator):
-            raise MeshError(f"Mesh({comm!r}): give axes by name, as in Mesh(data=2, model=2)")
-        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-            raise MeshError(f"Mesh: timeout is {timeout!r}; give seconds above 0, or None to wait for ever")
         self.comm = comm if comm is not None else world()
         self.others = OtherRanks(self.comm)
         self.axes = self.all_axes = checked_axes(axes or {"data": self.comm.size})
@@ -198,7 +188,9 @@ class Mesh(Collectives, MeshPosition):
         self._groups: dict[tuple, Group] = {}
         self._owned: list[Communicator] = []
         self._closed = False
-        self._validate()
+        if (ranks := count_ranks(self.all_axes)) != self.comm.size:
+            threads = current_thread_communicator() is not None
+            raise WrongNumberOfRanks(str(self), ranks, self.comm.size, threads=threads)
         self.nodes = list(self.comm.hosts)
         #: ranks of the communicator by coordinates: an array with one dimension for each axis; -1 where a stage of
         #: an uneven mesh has no rank
@@ -206,12 +198,6 @@ class Mesh(Collectives, MeshPosition):
         self.rank, self.size = self.comm.rank, self.comm.size
         coordinates = np.argwhere(self.ranks == self.rank)[0]
         MeshPosition.__init__(self, self.all_axes, dict(zip(self.axes, map(int, coordinates), strict=True)))
-
-    def _validate(self) -> None:
-        ranks = count_ranks(self.all_axes)
-        if ranks != self.comm.size:
-            threads = current_thread_communicator() is not None
-            raise WrongNumberOfRanks(str(self), ranks, self.comm.size, threads=threads)
 
     def group(self, over: Over = None, *, among: Mapping[str, Sequence[int]] | None = None) -> Group:
         """The ranks that differ from this one only along ``over``, as a Group; created on first use.

@@ -32,13 +32,10 @@ class Spec:
     dims: tuple[tuple[str, tuple[str, ...]], ...]
     weights: tuple[tuple[str, tuple[int, ...]], ...] = ()  #: by axis, for the axes that have any
 
-    @classmethod
-    def parse(cls, text: str) -> Spec:
+    @staticmethod
+    @cache  # shardings are parsed in every step
+    def parse(text: str) -> Spec:
         """Read ``"d f/model"``. Raises NotationError for repeated letters or an axis that shards two dims."""
-        return _parsed(text)
-
-    @classmethod
-    def _parse(cls, text: str) -> Spec:
         dims: list[tuple[str, tuple[str, ...]]] = []
         weights: dict[str, tuple[int, ...]] = {}
         for term in text.split():
@@ -52,7 +49,7 @@ class Spec:
                 )
             dims.append((letter, tuple(name for name, *_ in fields)))
             weights |= {name: tuple(map(int, shares)) for name, *shares in fields if shares}
-        return cls(tuple(dims), tuple(weights.items())).checked(text)
+        return Spec(tuple(dims), tuple(weights.items())).checked(text)
 
     def checked(self, text: str | None = None) -> Spec:
         letters = [letter for letter, _ in self.dims]
@@ -127,12 +124,6 @@ class Spec:
         weights = {axis: "".join(f":{share}" for share in shares) for axis, shares in self.weights}
         terms = ((letter, ",".join(axis + weights.get(axis, "") for axis in axes)) for letter, axes in self.dims)
         return " ".join(letter + ("/" + axes if axes else "") for letter, axes in terms)
-
-
-@cache
-def _parsed(text: str) -> Spec:
-    """``Spec._parse``, cached, since shardings are parsed in every step."""
-    return Spec._parse(text)
 
 
 def nested_span(

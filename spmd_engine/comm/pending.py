@@ -164,10 +164,6 @@ class Operation(Pending):
         """Whether the operation can continue."""
         return self.awaited is None or self.awaited.is_met()
 
-    def waits_for(self, rank: int) -> bool:
-        """Whether the operation waits for ``rank``, possibly among others."""
-        return self.awaited is not None and not self.awaited.has_begun(rank)
-
     def advance(self, ended: Sequence[int] = ()) -> bool:
         """Continue as far as possible without waiting. Returns whether the operation advanced.
 
@@ -234,13 +230,9 @@ class Progress:
                     self._pending.append(pending)
                     break
                 pending.advance()
-        if self._pending:
-            self._wake_thread()
-        return pending
-
-    def _wake_thread(self) -> None:
         if self.on_begin is not None and self._pending:
             self.on_begin()
+        return pending
 
     def advance_all(self) -> bool:
         """Advance all operations as far as possible without waiting. Returns whether some are still in progress."""
@@ -259,7 +251,8 @@ class Progress:
                     else:
                         self._wait_long_for(wanted, None if self._patient else timeout)
         finally:
-            self._wake_thread()
+            if self.on_begin is not None and self._pending:
+                self.on_begin()
         if wanted.error is not None:
             raise wanted.error
 
@@ -283,11 +276,8 @@ class Progress:
         end = self.activity.goes_on
         try:
             self._advance_until(wanted, timeout)
-        except CommunicationTimeout as error:
-            end = self.activity.gives_up
-            self.abort(error)
-            raise
-        except RankAborted as error:
+        except (CommunicationTimeout, RankAborted) as error:
+            end = self.activity.gives_up if isinstance(error, CommunicationTimeout) else end
             self.abort(error)
             raise
         finally:
@@ -322,7 +312,8 @@ class Progress:
                 raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}{f'; {cause}' if cause else ''}")
             if waited <= min(check_after, publish_after):
                 continue
-            missing = [r for r in range(communicator.size) if r != communicator.rank and wanted.waits_for(r)]
+            others = [rank for rank in range(communicator.size) if rank != communicator.rank]
+            missing = [rank for rank in others if wanted.awaited and not wanted.awaited.has_begun(rank)]
             if waited > check_after:
                 if wanted.until_the_end and self._pending == [wanted]:  # this rank's part in all other calls is done
                     communicator.announce_end()

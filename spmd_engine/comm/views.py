@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.axes import PIPE, MeshPosition, all_positions, count_ranks, rank_grid, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.notation import Spec
-from spmd_engine.errors import NotationError, UsageError, check_argument
+from spmd_engine.errors import NotationError, UsageError
 from spmd_engine.pictures import COLOURS, WIDEST, Cell, Picture, grid, listed, size, table, text
 
 if TYPE_CHECKING:
@@ -235,9 +236,9 @@ class ArraySharding:
         return f"{letter}/{','.join(axes)} is not drawn: {'; '.join(parts)}."
 
 
+@checked(sharding='letters with axes, as in "b/data d"')
 def describe(mesh: Mesh, x: Array | Sequence[int], sharding: str | Spec) -> ArraySharding:
     """See ``Mesh.describe``."""
-    check_argument("describe: sharding", sharding, (str, Spec), 'letters with axes, as in "b/data d"')
     spec = Spec.parse(sharding) if isinstance(sharding, str) else sharding
     places, ranks = mesh.peers(None), mesh.ranks_in_order
     if isinstance(x, Sequence):

@@ -13,33 +13,24 @@ from typing import TYPE_CHECKING, Union
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
-from spmd_engine.comm.agreement.joining import gather_texts
+from spmd_engine.comm.agreement.signature import gather_texts
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.communicators.threads import ThreadCommunicator, ThreadPort, current_thread_communicator, solo
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Progress
+from spmd_engine.comm.shared_memory.arena import OwnMemory, mapped
 from spmd_engine.comm.shared_memory.cores import cores_here, cores_of, quota_here
 from spmd_engine.errors import SpmdError, UsageError
+from spmd_engine.runtime import launchers
 from spmd_engine.runtime.activity import SIZE, Activity, Record
 from spmd_engine.runtime.ending import FAILED, end_all_ranks_on_error, leave_at_exit, prints_error, stay_at_exit
 from spmd_engine.runtime.join import join_mpi
-from spmd_engine.runtime.launchers import (
-    MPI_MIXED,
-    NOT_MIXED,
-    THREAD_VARIABLES,
-    is_launched,
-    launcher_name,
-    launcher_rank,
-    launcher_size,
-    let_rank_zero_speak,
-)
 from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from spmd_engine.comm.communicators.mpi import MPICommunicator
-    from spmd_engine.comm.communicators.mpi_port import MPIPort
+    from spmd_engine.comm.communicators.mpi import MPICommunicator, MPIPort
 
 
 def world() -> Communicator:
@@ -58,14 +49,14 @@ def _process_world() -> MPICommunicator | ThreadCommunicator:
             if MPI.COMM_WORLD.size > 1:
                 end_all_ranks_on_error(MPI.COMM_WORLD)
     except (ImportError, RuntimeError) as error:
-        if is_launched():
+        if launchers.is_launched():
             raise UsageError(
                 f"started by an MPI launcher, but mpi4py cannot load an MPI library ({error}). Install one: "
                 "pip install 'spmd_engine[mpich]', or load your cluster's MPI module; 'doctor' says more"
             ) from error
         return _open_solo_world()
     if MPI.COMM_WORLD.size == 1:
-        return _open_solo_world(_recorded_progress() if is_launched() else None)
+        return _open_solo_world(_recorded_progress() if launchers.is_launched() else None)
     comm = _open_world(MPICommunicator(MPI.COMM_WORLD, _recorded_progress()))
     leave_at_exit(lambda: Group(comm, "world", Ledger()).leave(), partial(_receive_side_messages, comm))
     return comm
@@ -73,16 +64,12 @@ def _process_world() -> MPICommunicator | ThreadCommunicator:
 
 def _recorded_progress() -> Progress:
     """The progress of a rank, whose activity other processes can read. Its file stays open: ranks may join later."""
-    from spmd_engine.comm.shared_memory.node import OwnMemory
-
     record = OwnMemory(SIZE)
     return Progress(Activity(record.map(), record.handle))
 
 
 def _open_world(comm: MPICommunicator) -> MPICommunicator:
     """Let all ranks of a new world share memory and cores, and watch them. Collective."""
-    from spmd_engine.comm.shared_memory.node import mapped
-
     hosts = gather_texts(comm, comm.node)
     ranks = [rank for rank, host in enumerate(hosts) if host == comm.node]
     mine = [sorted(os.sched_getaffinity(0)), quota_here(), comm.progress.activity.handle]
@@ -98,10 +85,10 @@ def _open_world(comm: MPICommunicator) -> MPICommunicator:
 
 def _open_solo_world(progress: Progress | None = None) -> ThreadCommunicator:
     """A world of this process only. Raises UsageError if a launcher started several but MPI sees only this one."""
-    if (size := launcher_size()) > 1:
+    if (size := launchers.launcher_size()) > 1:
         raise UsageError(
-            f"started as one of {size} processes by {launcher_name()}, but MPI sees only this one, and each process "
-            f"would do all the work by itself: {MPI_MIXED}{NOT_MIXED}"
+            f"started as one of {size} processes by {launchers.launcher_name()}, but MPI sees only this one, and each "
+            f"process would do all the work by itself: {launchers.MPI_MIXED}{launchers.NOT_MIXED}"
         )
     if (cores := cores_here()) < len(os.sched_getaffinity(0)):  # BLAS has started a thread for each core
         _share_cores(int(cores))
@@ -133,9 +120,9 @@ def open_port(comm: Communicator, name: str = "", timeout: float = TIMEOUT) -> P
     connection to it. Call this on rank 0 of the world ``comm``. Raises UsageError if it cannot merge with others."""
     if isinstance(comm, ThreadCommunicator) and current_thread_communicator() is not None:
         return comm.open_port(name, timeout)
-    if not is_launched():
+    if not launchers.is_launched():
         raise UsageError("MPI merges only jobs that mpiexec has started")
-    from spmd_engine.comm.communicators.mpi_port import MPIPort
+    from spmd_engine.comm.communicators.mpi import MPIPort
 
     return MPIPort(name, timeout)
 
@@ -148,8 +135,7 @@ def merged(comm: Communicator, port: Port | None, joins: bool) -> Communicator:
     """
     if isinstance(comm, ThreadCommunicator) and current_thread_communicator() is not None:
         return comm.merged(joins, Progress() if joins else comm.progress)
-    from spmd_engine.comm.communicators.mpi import MPI, MPICommunicator
-    from spmd_engine.comm.communicators.mpi_port import MPIPort
+    from spmd_engine.comm.communicators.mpi import MPI, MPICommunicator, MPIPort
 
     assert port is None or isinstance(port, MPIPort)
     own = comm._comm if isinstance(comm, MPICommunicator) else MPI.COMM_WORLD
@@ -186,7 +172,7 @@ def _receive_side_messages(comm: MPICommunicator) -> None:
 
 def _share_cores(threads: int) -> None:
     """Limit this rank to ``threads`` BLAS threads, unless the user has set a number."""
-    if not any(name in os.environ for name in THREAD_VARIABLES):
+    if not any(name in os.environ for name in launchers.THREAD_VARIABLES):
         threadpool_limits(max(1, threads), user_api="blas")
 
 
@@ -197,10 +183,10 @@ def fail(message: str) -> None:
     """
     comm = _process_world() if _process_world.cache_info().currsize else None
     if comm is None or isinstance(comm, ThreadCommunicator):  # this process only
-        if launcher_rank() == 0:  # before ranks have joined, all detect the same mistake
+        if launchers.launcher_rank() == 0:  # before ranks have joined, all detect the same mistake
             sys.stderr.write(f"{message}\n")
             sys.stderr.flush()
-        let_rank_zero_speak()
+        launchers.let_rank_zero_speak()
         return
     stay_at_exit()
     if prints_error(comm._comm):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
+from spmd_engine.arguments import bound
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.notation import Spec
 from spmd_engine.errors import UsageError, check_argument, described
-from spmd_engine.layers.contract import check_call
 from spmd_engine.layers.layer import Documents
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def value_and_gradient(loss: Callable[..., Any], outputs: Array, targets: Array,
     try:
         returned = loss(outputs, targets, **options)
     except TypeError:
-        check_call(f"{name} (of a class: loss = staticmethod(...))", loss, outputs, targets, like=_like, **options)
+        bound(f"{name} (of a class: loss = staticmethod(...))", loss, (outputs, targets), options, _like)
         raise
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise UsageError(f"{name} returned {described(returned)}; return (value, gradient of the outputs)")

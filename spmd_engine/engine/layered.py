@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, Inde
 from spmd_engine.engine.state.engine_state import Copies, EngineState, StateReshard, place
 from spmd_engine.engine.state.moving_state import MovingState, unpack
 from spmd_engine.engine.zero.parameter_store import StoredEngine, check_shapes
-from spmd_engine.errors import UsageError, check_argument
+from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model, layout_for
@@ -139,6 +138,7 @@ class LayeredEngine(StoredEngine):
         frozen = self.placed.frozen.index
         return frozen[name] if name in frozen else self.placed.extras.buffers.index.get(name)
 
+    @checked(mesh="a Mesh, or None on a rank outside of it")
     def reshard(
         self,
         mesh: Mesh | None,
@@ -164,7 +164,6 @@ class LayeredEngine(StoredEngine):
         nothing is transferred. Raises UsageError on all ranks if the model cannot be placed on the mesh, or its arrays
         not filled without a transfer; engine and optimizer are then unchanged.
         """
-        check_argument("reshard: mesh", mesh, (Mesh, NoneType), "a Mesh, or None on a rank outside of it")
         move, model = StateReshard(self, optimizer, among, copies), model or self.model
 
         def placed() -> EngineState | None:

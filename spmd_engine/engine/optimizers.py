@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import cos, inf, pi
+from math import cos, pi, ulp
 from typing import Any
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import is_half, rounded, widened
 from spmd_engine.arrays.updates import adamw, momentum_sgd
@@ -80,15 +81,15 @@ class AdamW(Optimizer):
 
     kinds = ("mean", "square")
 
+    @checked(
+        {"betas": (0, 1), "epsilon": ulp(0), "weight_decay": 0},
+        betas="two numbers from 0 and below 1, as (0.9, 0.95)",
+        epsilon="a number above 0",
+    )
     def __init__(
         self, betas: tuple[float, float] = (0.9, 0.95), epsilon: float = 1e-8, weight_decay: float = 0.1
     ) -> None:
         super().__init__()
-        _check_numbers("AdamW", weight_decay=weight_decay)
-        _check_numbers("AdamW", above=True, epsilon=epsilon)
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise UsageError(f"AdamW: betas is {betas!r}; give two numbers, as in (0.9, 0.95)")
-        _check_numbers("AdamW", below=1, **dict(zip(("betas[0]", "betas[1]"), betas, strict=True)))
         self.betas, self.epsilon, self.weight_decay = betas, epsilon, weight_decay
 
     def _update(self, *arrays, step, rate, scale, decays):
@@ -99,10 +100,9 @@ class AdamW(Optimizer):
 class SGD(Optimizer):
     """Stochastic gradient descent, with momentum if it is not 0."""
 
+    @checked({"momentum": (0, 1), "weight_decay": 0})
     def __init__(self, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         super().__init__()
-        _check_numbers("SGD", weight_decay=weight_decay)
-        _check_numbers("SGD", below=1, momentum=momentum)
         self.momentum, self.weight_decay = momentum, weight_decay
         self.kinds = ("velocity",) if momentum else ()
 
@@ -115,6 +115,7 @@ class SGD(Optimizer):
 OPTIMIZERS = {"adamw": AdamW, "sgd": partial(SGD, momentum=0.9)}
 
 
+@checked({"peak": 0, "steps": 0, "warmup": 0, "floor": 0})
 @dataclass(frozen=True)
 class WarmupCosine:
     """The learning rate: linear up to ``peak`` over ``warmup`` steps, then a cosine down to ``floor`` of it, where it
@@ -126,9 +127,10 @@ class WarmupCosine:
     floor: float = 0.1  #: fraction of the peak at the end
 
     def __post_init__(self) -> None:
-        _check_numbers("WarmupCosine", **vars(self))
         if self.floor > 1:
             raise UsageError(f"WarmupCosine: floor is {self.floor}; give a fraction of the peak, at most 1")
+        if self.warmup > self.steps:
+            raise UsageError(f"WarmupCosine: warmup is {self.warmup}; give at most the number of steps, {self.steps}")
 
     def __call__(self, step: int) -> float:
         """The rate of step number ``step``, counted from 0."""
@@ -136,16 +138,6 @@ class WarmupCosine:
             return self.peak * (step + 1) / self.warmup
         done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
         return self.peak * (self.floor + (1.0 - self.floor) * 0.5 * (1.0 + cos(pi * done)))
-
-
-def _check_numbers(what: str, *, below: float = inf, above: bool = False, **values: Any) -> None:
-    for name, value in values.items():
-        if not hasattr(value, "__float__"):  # as a text
-            raise UsageError(f"{what}: {name} is {value!r}; give a number")
-        if not 0 <= value < below or (above and not value):  # NaN neither
-            limit = "a finite number from 0 on" if below == inf else f"a number from 0 on, and below {below}"
-            limit = "a finite number above 0" if above else limit
-            raise UsageError(f"{what}: {name} is {value}; give {limit}")
 
 
 def _flat(x: Array) -> Array:

@@ -347,18 +347,13 @@ def _packed_text(text: str) -> bytes:
     return struct.pack("<Q", len(content)) + content
 
 
-def _packed_number(code: str, value: float) -> tuple[int, bytes]:
-    return _KIND[code], struct.pack(f"<{code}", value)
-
-
 def _packed(value: Any) -> tuple[int, bytes]:
     """The type number of a fact, and its bytes: natural numbers are unsigned, except in lists."""
     if isinstance(value, bool):
         return _BOOL, struct.pack("<?", value)
-    if isinstance(value, int):
-        return _packed_number("I" if value >= 0 else "i", value)
-    if isinstance(value, float):
-        return _packed_number("f", value)
+    if isinstance(value, int | float):
+        code = "f" if isinstance(value, float) else "I" if value >= 0 else "i"
+        return _KIND[code], struct.pack(f"<{code}", value)
     if isinstance(value, str):
         return _TEXT, _packed_text(value)
     if value and all(type(item) is int for item in value):

@@ -10,7 +10,7 @@ import ctypes
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -202,8 +202,7 @@ def pictures_at(path: Path, channels: int) -> tuple[ImageFiles, list[str]]:
         raise UsageError(f"{path}: no images in it")
     kind, animated = common_kind((str(file), str(file)) for file in files)
     shape = (len(files), kind.height, kind.width, max(kind.channels, min(channels, 3)))
-    skipped = {reason: [*names] for reason, names in listed.skipped.items()}
-    return ImageFiles(tuple(map(str, files)), shape, kind.dtype), notes_on([], skipped, animated)
+    return ImageFiles(tuple(map(str, files)), shape, kind.dtype), notes_on([], listed.skipped, animated)
 
 
 # --- Data sets of images: their parts, the first of which is to learn from
@@ -347,14 +346,13 @@ def _labelled(listed: ListedImages, names: Sequence[str], unread: Sequence[str])
         labels = np.array([numbers[name] for _, name in images], np.int64)
         paths = tuple(str(path.resolve()) for path, _ in images)
         parts.append((ImageFiles(paths, (len(paths), kind.height, kind.width, kind.channels), kind.dtype), labels))
-    skipped = {reason: [*files] for reason, files in listed.skipped.items()}
-    return LabelledImages(parts, names, notes_on([*dict.fromkeys(unread)], skipped, animated))
+    return LabelledImages(parts, names, notes_on([*dict.fromkeys(unread)], listed.skipped, animated))
 
 
-def notes_on(unread: Sequence[str], left_out: Mapping[str, Sequence[str]], animated: Sequence[str]) -> list[str]:
+def notes_on(unread: Sequence[str], left_out: Mapping[str, Collection[str]], animated: Sequence[str]) -> list[str]:
     """What of a data set is not read: columns, files by the reason, and frames."""
     notes = [f"columns that are not read: {first_few(unread)}"] if unread else []
-    notes += [f"{len(files):,} left out: {reason} ({first_few(files)})" for reason, files in left_out.items()]
+    notes += [f"{len(files):,} left out: {reason} ({first_few([*files])})" for reason, files in left_out.items()]
     if animated:
         notes.append(f"{len(animated):,} with several frames, of which the first is read ({first_few(animated)})")
     return notes

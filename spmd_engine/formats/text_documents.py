@@ -247,10 +247,8 @@ def _pieces(
 
 def _rows_in(name: str, rows: Callable, columns: Columns | None, span: tuple[int, int] | None, parse: bool) -> Rows:
     with _opened(name) as file:
-        if rows is _json_lines:
-            yield from _json_lines(file, name, columns, span or (0, ALL), parse)
-        else:
-            yield from rows(file, name, columns)
+        part = (span or (0, ALL), parse) if rows is _json_lines else ()
+        yield from rows(file, name, columns, *part)
 
 
 def _is_plain(name: str) -> bool:
@@ -297,19 +295,15 @@ def _opened(name: str) -> Iterator[Any]:
             raise (_no_utf8(name, error) if error.encoding == "utf-8" else error) from None
 
 
-def _gunzip(file: BinaryIO) -> Any:
-    return gzip.GzipFile(fileobj=file)
-
-
-def _unzstd(file: BinaryIO) -> Any:
-    return _pyarrow("a file compressed by zstd").CompressedInputStream(file, "zstd")
-
-
 def _pyarrow(what: str) -> Any:
     return library("pyarrow", f"{what} needs pyarrow", "data")
 
 
-_UNPACK: Mapping[str, Callable[[BinaryIO], Any]] = {".gz": _gunzip, ".zst": _unzstd}
+#: What reads a compressed file, by the ending of its name.
+_UNPACK: Mapping[str, Callable[[BinaryIO], Any]] = {
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".zst": lambda file: _pyarrow("a file compressed by zstd").CompressedInputStream(file, "zstd"),
+}
 
 
 class _Recoded(io.RawIOBase):

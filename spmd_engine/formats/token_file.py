@@ -83,12 +83,8 @@ class TokenFile:
                 raise ValueError("it must be an object of texts by name")
             return files
 
-    def digest(self) -> str:
-        """SHA-256 of all documents in the file; it differs from that in ``facts`` if the file is damaged."""
-        return sha256(self.digests(0, self.facts.documents)).hexdigest()
-
     def digests(self, first: int, last: int) -> bytes:
-        """The concatenated SHA-256 of the documents ``first`` to ``last`` - 1."""
+        """The concatenated SHA-256 of the documents ``first`` to ``last`` - 1. The SHA-256 of all is in ``facts``."""
         tokens, learnt = np.asarray(self.tokens), None if self.learnt is None else np.asarray(self.learnt)
         begin, digests = int(self.ends[first - 1]) if first else 0, bytearray()
         for end in self.ends[first:last].tolist():

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
-    from spmd_engine.jobs.joined_run import join
-    from spmd_engine.jobs.run_job import train
+    from spmd_engine.jobs.run_job import join, train
 
 __all__ = ["join", "train"]
 

@@ -176,7 +176,7 @@ def request_for(job: TrainConfig, model: Model, machine: Machine, ranks: Sequenc
 
 def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Plan the composition on rank 0, and return it as JSON."""
-    from spmd_engine.planning.machine.files import default_machine
+    from spmd_engine.planning.machine.machine import default_machine
     from spmd_engine.planning.planner import find_plan
     from spmd_engine.units import readable_bytes, readable_seconds
 
@@ -233,7 +233,10 @@ def resolve(
     options that its mesh does not permit, unless they are ``given``, and without helper ranks if there are only the
     ranks of its mesh. Raises UsageError for a job that cannot run.
     """
-    job = _as_job(job)
+    if isinstance(job, (str, Path)):
+        job = read_job(job)
+    elif not isinstance(job, TrainConfig):
+        job = TrainConfig.from_json({} if job is None else job, "train")
     axes: Any = job.composition.mesh or {}
     if job.strategy and not axes:
         axes = default_axes(strategy_named(job.strategy), world().size)
@@ -255,14 +258,6 @@ def resolve(
         composition.check(on_mesh, model)
         job, notices = job.changed(composition=composition), left_out + notices
     return ResolvedJob(job, axes, others, notices)
-
-
-def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainConfig:
-    if isinstance(job, TrainConfig):
-        return job
-    if isinstance(job, (str, Path)):
-        return read_job(job)
-    return TrainConfig.from_json(job, "train") if job is not None else TrainConfig()
 
 
 def _others_of(job: TrainConfig, axes: Mapping[str, Any], resume: bool, given: Collection[str]) -> Sequence[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from spmd_engine.arrays.activations import relu
 from spmd_engine.arrays.backend import Array, backend_of
@@ -12,19 +12,19 @@ from spmd_engine.arrays.elementwise import add_to, kept_where, plus
 from spmd_engine.arrays.precision import scaled
 from spmd_engine.arrays.random import bernoulli, key_of
 from spmd_engine.comm.pending import UNDER_WAY, Deferred, then, wait_for
-from spmd_engine.errors import UsageError, check_argument
+from spmd_engine.errors import UsageError
 from spmd_engine.layers.contract import check_declarations, check_sizes
 from spmd_engine.layers.layer import Extra, Layer, Parameters
 from spmd_engine.layers.linear import Linear
 from spmd_engine.sharding.shards import Shards
+
+Inner = Annotated[Layer, "a layer; Chain joins several"]
 
 
 class Dropout(Layer):
     """y = x · mask / (1 - rate): the mask depends only on seed, step, name and global index."""
 
     def __init__(self, rate: float) -> None:
-        if not 0 <= rate < 1:
-            raise UsageError(f"dropout is {rate}; give a number from 0 on, and below 1")
         self.rate = rate
 
     def forward(self, sh, p, x, ctx):
@@ -189,8 +189,7 @@ class Branch(Chain):
     with ``norm/`` and ``norm_after/``.
     """
 
-    def __init__(self, norm: Layer | None, inner: Layer, *, after: Layer | None = None, scale: float = 1.0):
-        check_argument(f"{type(self).__name__}: inner", inner, Layer, "a layer; Chain joins several")
+    def __init__(self, norm: Layer | None, inner: Inner, *, after: Layer | None = None, scale: float = 1.0):
         check_declarations(inner)
         self.inner = inner
         layers = ("norm", norm), ("", inner), ("norm_after", after), ("scale", Scale(scale) if scale != 1 else None)
@@ -212,7 +211,7 @@ class Residual(Branch):
     """y[b s d] = x + dropout(scale · after(inner(norm(x)))), with the names of ``Branch``"""
 
     def __init__(
-        self, norm: Layer | None, inner: Layer, dropout: float = 0.0, *, after: Layer | None = None, scale: float = 1.0
+        self, norm: Layer | None, inner: Inner, dropout: float = 0.0, *, after: Layer | None = None, scale: float = 1.0
     ):
         super().__init__(norm, inner, after=after, scale=scale)
         self.dropout = Dropout(dropout)

@@ -13,6 +13,7 @@ from inspect import Signature, isfunction, signature
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from spmd_engine.arguments import bound
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.comm.notation import nested_span
 from spmd_engine.comm.pending import UNDER_WAY
@@ -67,7 +68,7 @@ def guard(kind: type, method: str, check: Callable[..., None], keeps: int | None
             if "mappingproxy" in str(error):
                 name = name_of_call(self, method, *args)
                 raise UsageError(f"{name}: {error}; assign a dict first, as in self.parameters = {{}}") from error
-            check_call(name_of_call(self, method, *args), wrapped, self, *args, like=_original(kind, method), **options)
+            bound(name_of_call(self, method, *args), wrapped, (self, *args), options, _original(kind, method))
             raise
         if before is not None and keeps and before.tobytes() != args[keeps].tobytes():
             changed = [*signature(wrapped).parameters][keeps + 1]
@@ -95,15 +96,6 @@ def _original(kind: type, method: str) -> Callable | None:
     """The method of this package that a user's class overrides."""
     bases = (vars(base) for base in kind.__mro__ if not is_checked(base))
     return next((base[method] for base in bases if method in base), None)
-
-
-def check_call(name: str, function: Callable, *args: Any, like: Callable | None = None, **options: Any) -> None:
-    """Raise UsageError if a function does not accept these arguments, which are those of ``like``."""
-    try:
-        signature(function).bind(*args, **options)
-    except TypeError as error:
-        listed = [f"({', '.join(signature(f).parameters)})" for f in (function, like) if f is not None]
-        raise UsageError(f"{name}: {error}; it takes {', but is called with '.join(listed)}") from error
 
 
 def name_of_call(owner: Any, method: str, *args: Any) -> str:
@@ -142,15 +134,6 @@ def check_declarations(layer: Layer) -> None:
                     f'{kind.__name__}.{field}[{name!r}] has dims "{entry.dims}", but sizes has no '
                     f"{', '.join(missing)}: add it (sizes has: {sizes})"
                 )
-
-
-def check_letters(name: str, *pairs: Any) -> None:
-    """Raise UsageError unless each of the ``pairs`` is a letter and its size."""
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and _is_size(pair[1])):
-            raise UsageError(f'{name}: {pair!r} is no letter with its size; write both, as in ("d", 64)')
-        if not pair[1]:
-            raise UsageError(f"{name}: {pair[0]} has size 0; it must be from 1")
 
 
 def check_sizes(layers: Iterable[tuple[str, Layer]], of: str = "") -> None:

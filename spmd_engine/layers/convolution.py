@@ -11,9 +11,8 @@ from spmd_engine.arrays.elementwise import add_to
 from spmd_engine.arrays.images import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from spmd_engine.arrays.windows import Window
 from spmd_engine.comm.pending import then, wait_for
-from spmd_engine.errors import UsageError, check_argument
-from spmd_engine.layers.contract import check_letters
-from spmd_engine.layers.declarations import Activation, Parameter
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.declarations import Activation, Image, Parameter, Sized
 from spmd_engine.layers.images import ImageWindows, Padding, Pair
 from spmd_engine.layers.layer import Layer
 from spmd_engine.sharding.placement import Interval
@@ -57,9 +56,9 @@ class Conv2d(Layer):
 
     def __init__(
         self,
-        inputs: tuple[str, int],
-        outputs: tuple[str, int],
-        image: tuple[int, int],
+        inputs: Sized,
+        outputs: Sized,
+        image: Image,
         kernel: Pair,
         *,
         stride: Pair = 1,
@@ -72,12 +71,10 @@ class Conv2d(Layer):
         input_gradient: bool = True,
         reduced: bool = True,
     ) -> None:
-        check_letters("Conv2d", inputs, outputs)
-        check_argument("Conv2d: image", image, (tuple, list), "its height and width, as (8, 8)")
         i, o = self.channels = inputs[0], outputs[0]
         if groups > 1 and i != o:
             raise UsageError(f"Conv2d from {i!r} to {o!r} in {groups} groups: give both the same letter")
-        if groups < 1 or inputs[1] % groups or outputs[1] % groups:
+        if inputs[1] % groups or outputs[1] % groups:
             raise UsageError(f"Conv2d from {inputs[1]} to {outputs[1]} channels: {groups} groups do not divide them")
         batch, y, x = self.letters = letters
         self.windows = ImageWindows.of(image, kernel, stride=stride, dilation=dilation, padding=padding, letters=y + x)

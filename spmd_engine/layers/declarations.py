@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import Array
-from spmd_engine.errors import NotationError, UsageError, check_argument
+from spmd_engine.errors import NotationError
+
+Dims = Annotated[str, 'letters, as in "b s d"']
+Sized = Annotated[tuple[str, int], 'a letter and its size, as ("d", 64)']
+Image = Annotated[tuple[int, int], "its height and width, as (8, 8)"]
+Where = Literal["inside", "residual"]  # which sharding letters have: that inside layers, or of the stream between them
 
 
 def _check_dims(name: str, dims: str) -> None:
-    check_argument(f"{name}: dims", dims, str, 'letters, as in "b s d"')
     if any(len(letter) != 1 for letter in dims.split()):
         apart = " ".join(letter for letter in dims if not letter.isspace())
         raise NotationError(f'{name}("{dims}"): dims are letters with blanks between them, as in "{apart}"')
 
 
+@checked({"std": 0})
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of a layer, described by its letters; its shape comes from the layer's ``sizes``.
@@ -30,11 +37,11 @@ class Parameter:
     its gradient is summed over the other axes only.
     """
 
-    dims: str
+    dims: Dims
     std: float = 0.0
     mean: float = 0.0
     decay: bool = True
-    where: str = "inside"
+    where: Where = "inside"
     summed: str = "bs"
     element: tuple[str, int] | None = None
     shape: tuple[int, ...] | None = None  #: global; None: by the layer's sizes
@@ -45,10 +52,9 @@ class Parameter:
 
     def __post_init__(self) -> None:
         _check_dims("Parameter", self.dims)
-        if not self.std >= 0:
-            raise UsageError(f"Parameter: std is {self.std}; give a number from 0 on")
 
 
+@checked()
 @dataclass(frozen=True)
 class Activation:
     """An input or output of a layer, described by its letters: ``Activation("b h w c")``.
@@ -57,14 +63,17 @@ class Activation:
     layers, which tokens and logits have. The letters in ``whole`` are not sharded, whatever the layout.
     """
 
-    dims: str = "b s d"
-    where: str = "residual"
+    dims: Dims = "b s d"
+    where: Where = "residual"
     whole: str = ""
 
     def __post_init__(self) -> None:
         _check_dims("Activation", self.dims)
+        if len({*self.dims.split()}) < len(self.dims.split()):
+            raise NotationError(f'Activation("{self.dims}"): give each dim a letter of its own')
 
 
+@checked({"std": 0})
 @dataclass(frozen=True)
 class Buffer:
     """State of a layer that no gradient changes: running statistics, the load of experts.
@@ -79,12 +88,12 @@ class Buffer:
     ``summed``, along which ranks would hold replicas, and gathered for use.
     """
 
-    dims: str
+    dims: Dims
     fold: Callable[[Array, Array], Array]
     initial: float = 0.0
     per_step: bool = False
     summed: str = ""
-    where: str = "inside"
+    where: Where = "inside"
     shape: tuple[int, ...] | None = None  #: global; None: by the layer's sizes
     element: tuple[str, int] | None = None
     frozen: bool = False
@@ -95,6 +104,7 @@ class Buffer:
         return self.shape if self.shape is not None else tuple(sizes[letter] for letter in self.dims.split())
 
 
+@checked()
 @dataclass(frozen=True)
 class SideOutput:
     """An auxiliary loss, or counts, that a layer computes in addition to its output.
@@ -105,7 +115,7 @@ class SideOutput:
     are summed.
     """
 
-    dims: str = ""
+    dims: Dims = ""
     loss: bool = False
     summed: str = ""
-    where: str = "inside"
+    where: Where = "inside"

@@ -10,7 +10,7 @@ from spmd_engine.arrays.backend import backend_of
 from spmd_engine.arrays.images import average_pool, average_pool_gradient, max_pool, max_pool_gradient
 from spmd_engine.arrays.windows import Window
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.declarations import Activation
+from spmd_engine.layers.declarations import Activation, Image
 from spmd_engine.layers.layer import Layer
 from spmd_engine.sharding.placement import Interval
 from spmd_engine.sharding.shards import Shards
@@ -26,7 +26,7 @@ Padding = int | tuple[Interval, Interval] | str
 class ImageWindows:
     """The windows of a layer over a global image, whose letters are ``y`` and ``x``."""
 
-    image: tuple[int, int]  #: rows and columns
+    image: Image  #: rows and columns
     rows: Window
     columns: Window
     y: str = "h"
@@ -35,7 +35,7 @@ class ImageWindows:
     @classmethod
     def of(
         cls,
-        image: tuple[int, int],
+        image: Image,
         kernel: Pair,
         *,
         stride: Pair = 1,
@@ -171,7 +171,7 @@ class _Pool(Layer):
 
     def __init__(
         self,
-        image: tuple[int, int],
+        image: Image,
         kernel: Pair,
         *,
         stride: Pair | None = None,
@@ -209,7 +209,7 @@ class AveragePool(_Pool):
     as in TensorFlow.
     """
 
-    def __init__(self, image: tuple[int, int], kernel: Pair, *, count_include_pad: bool, **windows: Any) -> None:
+    def __init__(self, image: Image, kernel: Pair, *, count_include_pad: bool, **windows: Any) -> None:
         super().__init__(image, kernel, **windows)
         self.count_include_pad = count_include_pad
 
@@ -229,7 +229,7 @@ class GlobalPool(Layer):
     y and its gradient are replicated along the axes of h and w.
     """
 
-    def __init__(self, image: tuple[int, int], letters: str = "bhwc") -> None:
+    def __init__(self, image: Image, letters: str = "bhwc") -> None:
         b, h, w, c = letters
         self.image, self.over = image, h + w
         self.inputs, self.outputs = Activation(f"{b} {h} {w} {c}", "inside"), Activation(f"{b} {c}", "inside")
@@ -261,7 +261,7 @@ class Reshard(Layer):
     equal gradients, of which each rank takes its shard. ``image`` is the global height and width.
     """
 
-    def __init__(self, image: tuple[int, int], before: str = "bhwc", after: str = "nyxc") -> None:
+    def __init__(self, image: Image, before: str = "bhwc", after: str = "nyxc") -> None:
         self.image = image
         self.inputs, self.outputs = (Activation(" ".join(letters), where="inside") for letters in (before, after))
         self.may_cut = "".join(dict.fromkeys(before + after))

@@ -9,6 +9,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
+from spmd_engine.arguments import bound, checked
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.comm.pending import Deferred
@@ -18,7 +19,6 @@ from spmd_engine.layers.contract import (
     Signed,
     check_backward_input,
     check_backward_weight,
-    check_call,
     check_declarations,
     check_forward,
     guard,
@@ -28,6 +28,13 @@ from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideO
 from spmd_engine.sharding.shards import Shards
 
 Parameters = Mapping[str, Array]
+#: The ``limits`` of arguments of the package's layers, see ``checked``.
+LIMITS = {
+    **dict.fromkeys(("epsilon", "std", "out_std", "momentum", "shared", "unused"), 0),
+    **dict.fromkeys(("width", "hidden", "vocabulary", "heads", "experts", "inputs", "outputs", "channels", "image"), 1),
+    **dict.fromkeys(("dropout", "rate"), (0, 1)),
+    **dict.fromkeys(("groups", "kernel", "stride", "dilation"), 1),
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class _Checked(Signed):
         try:
             layer = super().__call__(*args, **options)
         except TypeError:
-            check_call(cls.__name__, cls, *args, **options)
+            bound(cls.__name__, cls, args, options)
             raise
         check_declarations(layer)
         return layer
@@ -100,6 +107,8 @@ class Layer(metaclass=_Checked):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if "__init__" in vars(cls) and not is_checked(cls):
+            checked(LIMITS)(cls)
         guard(cls, "__init__", lambda layer, returned, *args, **options: None)
         guard(cls, "forward", check_forward, keeps=2)
         guard(cls, "backward_input", check_backward_input, keeps=3)

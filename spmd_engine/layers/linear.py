@@ -9,8 +9,7 @@ from spmd_engine.arrays.activations import relu
 from spmd_engine.arrays.elementwise import kept_where
 from spmd_engine.comm.pending import then
 from spmd_engine.errors import UsageError, one_of
-from spmd_engine.layers.contract import check_letters
-from spmd_engine.layers.declarations import Activation, Parameter
+from spmd_engine.layers.declarations import Activation, Parameter, Sized
 from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.mlp import ACTIVATIONS
 
@@ -47,8 +46,8 @@ class Linear(Layer):
 
     def __init__(
         self,
-        inputs: tuple[str, int],
-        outputs: tuple[str, int],
+        inputs: Sized,
+        outputs: Sized,
         *,
         activation: str | None = None,
         bias: bool = True,
@@ -58,7 +57,6 @@ class Linear(Layer):
         input_gradient: bool = True,
         batch: str = "b",
     ) -> None:
-        check_letters("Linear", inputs, outputs)
         i, o = self.letters = inputs[0], outputs[0]
         if not (len(i) == len(o) == 1 and (i + o).isalpha()) or i == o or {i, o} & {*"bs", batch}:
             raise UsageError(

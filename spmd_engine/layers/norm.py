@@ -9,7 +9,7 @@ from spmd_engine.arrays import normalization
 from spmd_engine.arrays.backend import Array, at_least_one, backend_of, number_of
 from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.declarations import Activation, Buffer, Parameter
+from spmd_engine.layers.declarations import Activation, Buffer, Image, Parameter, Sized
 from spmd_engine.layers.layer import Extra, Layer
 
 
@@ -89,15 +89,15 @@ class GroupNorm(Layer):
 
     def __init__(
         self,
-        channels: tuple[str, int],
+        channels: Sized,
         groups: int,
-        image: tuple[int, int],
+        image: Image,
         *,
         letters: str = "bhw",
         epsilon: float = 1e-5,
     ) -> None:
         c, number = channels
-        if groups < 1 or number % groups:
+        if number % groups:
             raise UsageError(f"GroupNorm: {number} channels are not {groups} groups of equal size")
         self.groups, self.epsilon = groups, epsilon
         self.terms = image[0] * image[1] * number // groups
@@ -166,7 +166,7 @@ class BatchNorm(Layer):
 
     def __init__(
         self,
-        channels: tuple[str, int],
+        channels: Sized,
         *,
         letters: str = "bhw",
         momentum: float = 0.1,

@@ -10,6 +10,7 @@ from inspect import signature
 from math import prod
 from typing import Any
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import UsageError, described
 from spmd_engine.layers import Buffer, Layer, Parameter
@@ -18,6 +19,9 @@ from spmd_engine.losses import check_classes, cross_entropy, mean_squared_error,
 from spmd_engine.sharding import Shards
 
 
+@checked(
+    {"context": 0, "vocabulary": 0}, layers="pairs of a name and a Layer", loss="a function, as mean_squared_error"
+)
 @dataclass(frozen=True)
 class Model:
     """The definition of a model for an engine, independent of the mesh: named layers in order, the letters of inputs,
@@ -44,17 +48,11 @@ class Model:
 
     def __post_init__(self) -> None:
         for item in self.layers:
-            if not (
-                isinstance(item, tuple) and [isinstance(*pair) for pair in zip(item, (str, Layer))] == [True, True]
-            ):
-                raise UsageError(f"{self.name}: layers are pairs, of a name and a Layer; one is {item!r}")
             check_declarations(item[1])
         for name in ("inputs", "outputs", "targets"):
             text = getattr(self, name)
-            if not isinstance(text, str) or any(len(letter) != 1 for letter in text.split()):
+            if any(len(letter) != 1 for letter in text.split()):
                 raise UsageError(f'{self.name}: {name} is {text!r}; write letters with blanks between, as in "b s d"')
-        if not callable(self.loss):
-            raise UsageError(f"{self.name}: loss is {self.loss!r}; give a function, as mean_squared_error")
         if duplicates := [name for name, count in Counter(name for name, _ in self.layers).items() if count > 1]:
             raise UsageError(f"{self.name}: two layers are called {duplicates[0]!r}; give each a name of its own")
         names = {f"{name}/{parameter}" for name, layer in self.layers for parameter in layer.parameters}

@@ -33,14 +33,8 @@ from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.comm.shared_memory.cores import quota_here
 from spmd_engine.foreign import reason
 from spmd_engine.planning.machine.measure import LARGE, measure_pair, turns_of
+from spmd_engine.runtime import launchers
 from spmd_engine.runtime.environment import environment
-from spmd_engine.runtime.launchers import (
-    THREAD_VARIABLES,
-    allocation,
-    launcher_name,
-    launcher_rank,
-    launcher_size,
-)
 from spmd_engine.runtime.mpi_job import find_mpiexec
 
 #: Optional packages, with the extra that installs them and what they are for.
@@ -73,10 +67,10 @@ def facts_of_rank(folder: Path) -> dict[str, Any]:
     """Facts about this process, by name; what cannot be observed is a text that begins with "error: "."""
     observers: dict[str, Callable[[], Any]] = {
         "environment": environment,
-        "launcher": launcher_name,
-        "launcher_rank": launcher_rank,
-        "launcher_size": launcher_size,
-        "allocation": allocation,
+        "launcher": launchers.launcher_name,
+        "launcher_rank": launchers.launcher_rank,
+        "launcher_size": launchers.launcher_size,
+        "allocation": launchers.allocation,
         "mpiexec": find_mpiexec,
         "mpi": _mpi,
         "fabrics": lambda: sorted(device.name for folder in FABRICS if folder.is_dir() for device in folder.iterdir()),
@@ -84,7 +78,7 @@ def facts_of_rank(folder: Path) -> dict[str, Any]:
         "launcher_cores": lambda: sorted(os.sched_getaffinity(os.getppid())),
         "quota": lambda: min(quota_here()[1], float(os.cpu_count() or 1)),
         "threads": lambda: max((pool["num_threads"] for pool in _blas_pools()), default=1),
-        "thread_variables": lambda: {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
+        "thread_variables": lambda: {n: os.environ[n] for n in launchers.THREAD_VARIABLES if n in os.environ},
         "blas": lambda: sorted({f"{pool['internal_api']} {pool['version']}" for pool in _blas_pools()}),
         "simd": _simd,
         "shared_memory": lambda: _room(SHARED_MEMORY),

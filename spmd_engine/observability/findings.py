@@ -133,8 +133,7 @@ def _launch(ranks: Ranks, world_error: str) -> Iterator[CheckResult]:
 
 def _equal(ranks: Ranks) -> Iterator[CheckResult]:
     """What must be equal on all ranks."""
-    digests = Counter(_known(facts, "package", "") for facts in ranks)
-    usual = digests.most_common(1)[0][0]
+    usual = Counter(_known(facts, "package", "") for facts in ranks).most_common(1)[0][0]
     others = [n for n, facts in enumerate(ranks) if _known(facts, "package", "") != usual]
     if others:
         yield error(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -142,7 +141,6 @@ def _numbers(bars: Sequence[tuple[str, Held]]) -> list[Cell]:
 
 #: Kinds of memory of unsharded groups in the analysis of a step.
 _UNSHARDED = ("gathered groups", "whole gradients")
-_Parts = tuple[tuple[str, ...], list[int]]  # the axes that shard a group's storage, and the size of each part
 
 
 def bytes_per_rank(
@@ -198,35 +196,24 @@ def elements_per_rank(
     letters = {letter for array in arrays for letter in array.dims.split()}
     letters |= {array.element[0] for array in arrays if array.element}
     shaping = {PIPE, *(axis for letter in letters for axis in layout.axes(letter))}
-    shares: dict[tuple[int, ...], _Share] = {}
+    counts: dict[tuple[int, ...], Callable[[MeshPosition], Elements]] = {}
     ranks = []
     for place in places:
         where = tuple(place.coordinates[axis] for axis in place.axes if axis in shaping)
-        if where not in shares:  # equal for ranks that differ only in their part of the batch
-            shares[where] = _share(model, place, layout, itemsize, composition)
-        share = shares[where]
-        owned, owned_frozen = (
-            sum(parts[place.index(axes)] for axes, parts in groups) for groups in (share.owned, share.frozen)
-        )
-        ranks.append(Elements(share.whole, owned, share.frozen_whole + owned_frozen, share.buffers))
+        if where not in counts:  # equal for ranks that differ only in their part of the batch
+            counts[where] = _counting(model, place, layout, itemsize, composition)
+        ranks.append(counts[where](place))
     return ranks
 
 
-@dataclass(frozen=True)
-class _Share:
-    """Elements on the ranks of a stage that hold the same blocks."""
-
-    whole: int  #: all parameters
-    owned: list[_Parts]  #: for each group of parameters
-    frozen: list[_Parts]  #: for each group of sharded frozen weights
-    frozen_whole: int  #: frozen weights that are in no group
-    buffers: int  #: other buffers
-
-
-def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: ParallelConfig) -> _Share:
+def _counting(
+    model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: ParallelConfig
+) -> Callable[[MeshPosition], Elements]:
+    """The function that counts the elements on a rank that holds the same blocks as the one at ``place``."""
     assignment = composed_assignment(model, place, layout, itemsize, composition)
 
-    def parts_of(group: ParameterGroup) -> _Parts:
+    def parts_of(group: ParameterGroup) -> tuple[tuple[str, ...], list[int]]:
+        """The axes that shard the storage of a group, and the size of each part."""
         over = group.summed.sharded
         return over, [part.stop - part.start for part in group.intervals(place.axis_size(over))]
 
@@ -241,8 +228,13 @@ def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, com
             size = prod(layout.spec(buffer.dims).local_shape(buffer.whole(layer.sizes), place))
             unsharded, buffers = unsharded + size * buffer.frozen, buffers + size * (not buffer.frozen)
     parameter_size = sum(group.size for group in assignment.groups)
-    owned, frozen = ([parts_of(group) for group in groups] for groups in (assignment.groups, assignment.frozen))
-    return _Share(parameter_size, owned, frozen, unsharded, buffers)
+    all_parts = [[parts_of(group) for group in groups] for groups in (assignment.groups, assignment.frozen)]
+
+    def count(rank: MeshPosition) -> Elements:
+        owned, frozen = (sum(parts[rank.index(axes)] for axes, parts in groups) for groups in all_parts)
+        return Elements(parameter_size, owned, unsharded + frozen, buffers)
+
+    return count
 
 
 def _peak_unsharded_bytes(

@@ -74,8 +74,7 @@ class Watched:
             return "ended" if state == "unknown" else state, ""
         process, host = self._run.owner
         if state == "killed":
-            folder = self._folder
-            hint = f"continue with: python -m spmd_engine train --resume --run {folder}"
+            hint = f"continue with: python -m spmd_engine train --resume --run {self._folder}"
             if not self._run.checkpoint:
                 hint = "it has saved no checkpoint"
             return state, f"rank 0 (process {process}) is gone; its last step is {self._step}; {hint}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from spmd_engine.errors import UsageError
 from spmd_engine.files import output_file
-from spmd_engine.pictures import LINES, WIDEST, Picture, Row, ink, png, svg, text, text_rows
+from spmd_engine.pictures import LINES, WIDEST, Picture, Row, ink, png, svg
 
 PLAIN = str.maketrans(LINES[1:], "|-+||++-+-+++++")
 
@@ -28,15 +28,11 @@ def print_picture(picture: Picture, console: Console) -> None:
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def lines(picture: Picture, widest: int = WIDEST) -> Iterator[Text]:
-    """Title, drawing, table and notes as lines of text; the drawing no wider than ``widest`` if it can be folded."""
-    yield Text(picture.title, style="bold")
-    drawing = [*text_rows(picture.drawing, picture.fold, widest)]
-    notes = [text(0, line, note) for line, note in enumerate(picture.notes)]
-    for part in (drawing, [*text_rows(picture.table)], [*text_rows(notes)]):
-        if part:
-            yield Text()
-            yield from map(_text_line, part)
+def lines(picture: Picture, widest: int = WIDEST) -> list[Text]:
+    """The rows of a picture; see ``Picture.rows``."""
+    title, *rest = map(_text_line, picture.rows(widest))
+    title.stylize("bold")
+    return [title, *rest]
 
 
 def text_table(

@@ -67,8 +67,8 @@ def _file(name: str) -> str:
 # --- Parts of a page
 
 
-def _section(heading: str, *content: str, level: int = 2) -> str:
-    return f"<section><h{level}>{escape(heading)}</h{level}>{''.join(content)}</section>"
+def _section(heading: str, *content: str) -> str:
+    return f"<section><h2>{escape(heading)}</h2>{''.join(content)}</section>"
 
 
 def _details(summary: str, content: str) -> str:
@@ -96,7 +96,7 @@ def _time(event: Mapping[str, Any]) -> str:
 def _summary(runs: Sequence[RunRecord]) -> str:
     facts: dict[str, Callable[[RunRecord], Any]] = {
         "state": lambda run: run.state,
-        "began, UTC": lambda run: _time(run.first("started")),
+        "began, UTC": lambda run: _time(next((e for e in run.events if e.get("event") == "started"), {})),
         "took": lambda run: clock_time(run.seconds) if run.seconds else "-",
         "model": lambda run: run.config.get("strategy") or _at(run.config, "model", "name"),
         "parameters": lambda run: f"{run.last('opened').get('parameters', 0):,}",

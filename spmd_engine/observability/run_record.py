@@ -60,10 +60,6 @@ class RunRecord:
         """The last event of these kinds; empty if there is none."""
         return next((entry for entry in reversed(self.events) if entry.get("event") in kinds), {})
 
-    def first(self, event: str) -> Mapping[str, Any]:
-        """The first event of this kind; empty if there is none."""
-        return next((entry for entry in self.events if entry.get("event") == event), {})
-
     @property
     def seconds(self) -> float:
         """Seconds of all starts together, each counted up to its last event."""

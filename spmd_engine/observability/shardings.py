@@ -18,7 +18,7 @@ from spmd_engine.engine import ParallelConfig
 from spmd_engine.engine.build import composed_assignment, composed_layout
 from spmd_engine.engine.helpers import stages_of
 from spmd_engine.engine.state.assignment import PIPE, Assignment, assign, homes_of, misfit, parse_shares
-from spmd_engine.errors import UsageError, one_of
+from spmd_engine.errors import UsageError, counted, one_of
 from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.layers import Buffer, Parameter
 from spmd_engine.models import Model
@@ -172,18 +172,18 @@ def print_shardings(console: Console, job: TrainConfig, model: Model, compositio
     for stage, assignment in enumerate(assignments):
         where = f"stage {stage}: " if len(assignments) > 1 else ""
         others = len(assignment.held) - len(assignment.uses)
-        counts = _counted(len(assignment.uses), "layer"), _counted(len(list(assignment.members)), "parameter")
+        counts = counted(len(assignment.uses), "layer"), counted(len(list(assignment.members)), "parameter")
         layers = counts[0] + (f", and {others} that another stage computes," if others else "")
-        console.print(f"{where}{layers} with {counts[1]} -> {_counted(len(assignment.groups), 'group')}")
+        console.print(f"{where}{layers} with {counts[1]} -> {counted(len(assignment.groups), 'group')}")
         if assignment.frozen:
-            console.print(f"{where}frozen weights in parts -> {_counted(len(assignment.frozen), 'group')}")
+            console.print(f"{where}frozen weights in parts -> {counted(len(assignment.frozen), 'group')}")
     for term in composition.assigned:
         numbers = term.numbers(model)
         stages = ", ".join(map(str, stages_of(term, model, axes, composition)))
         where = f" of stage {stages}" if len(assignments) > 1 else ""
         names = f"{model.layers[numbers[0]][0]} to {model.layers[numbers[-1]][0]}"
         console.print(
-            f"helper rank {term.rank} computes {_counted(len(numbers), 'layer')}{where}, {names}, for its owners"
+            f"helper rank {term.rank} computes {counted(len(numbers), 'layer')}{where}, {names}, for its owners"
         )
 
 
@@ -236,7 +236,3 @@ def _stages_of(model: Model, assignments: Sequence[Assignment]) -> dict[str, tup
 def _row_key(name: str, array: Parameter | Buffer) -> str:
     """The name that the table lists for an array; all experts share one."""
     return name.replace(f"/expert{array.element[1]}/", "/expert*/") if array.element else name
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

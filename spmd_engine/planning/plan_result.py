@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import groupby
 from math import inf
 from pathlib import Path
 from shlex import quote
@@ -25,16 +27,15 @@ from spmd_engine.models import Model
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import MODELS, has_weights
 from spmd_engine.models.user_code import is_code
-from spmd_engine.pictures import html_table
+from spmd_engine.pictures import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, html_table, text
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
-from spmd_engine.planning.search.rank_order import PLACEMENTS
-from spmd_engine.planning.search.reasons import MORE, Conflict
-from spmd_engine.planning.search.search import GOALS, Limits, SearchResult
+from spmd_engine.planning.search.placement import PLACEMENTS
+from spmd_engine.planning.search.search import GOALS, MORE, Conflict, Limits, SearchResult
 from spmd_engine.planning.search.search_space import FIXABLE, axes_that_shard
+from spmd_engine.planning.simulator.simulation import COMMUNICATION, Prediction
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation
-from spmd_engine.planning.simulator.step_picture import draw_step
 from spmd_engine.units import readable_bytes, readable_seconds
 
 FALLBACKS = ("split", "offload", "assign")  #: uneven stages, offloading, and a helper rank
@@ -184,7 +185,8 @@ class PlanResult:
             needs = limits.measured(plan)
             return " and ".join(f"{limits.shown(name, needs[name])} of {name}" for name in sorted(broken))
         if not nearest.machine.heterogeneous:
-            return f"{readable_bytes(nearest.analysis.peak_bytes)} on rank {nearest.peak_rank} at {nearest.peak_moment}"
+            where = f"rank {nearest.peak_rank} at {nearest.peak_step.peak_moment}"
+            return f"{readable_bytes(nearest.analysis.peak_bytes)} on {where}"
         own, peaks = self.request.limits.memory_by_rank(nearest.machine), nearest.analysis.peak_bytes_by_rank()
         rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / own[rank])
         return f"{readable_bytes(peaks[rank])} of its {readable_bytes(own[rank])} on rank {rank}"
@@ -263,14 +265,10 @@ class PlanResult:
             return content | ({"nearest": self.nearest_evaluation.as_json()} if self.nearest_evaluation else {})
         request = self.request
         content = {"fits": True, "model": request.model.name, "machine": request.machine.name, "goal": request.goal}
-        if self.plan is not None:
-            content |= self.plan.as_json()
-        if self.composition is not None:
-            content |= {
-                "composition": self.composition.as_json(),
-                "micro_batches": self.micro_batches,
-                "batch_size": self.batch_size,
-            }
+        assert self.composition is not None
+        content |= {} if self.plan is None else self.plan.as_json()
+        sizes = {"micro_batches": self.micro_batches, "batch_size": self.batch_size}
+        content |= {"composition": self.composition.as_json(), **sizes}
         if self.plan is not None:
             content |= {
                 "reasons": list(self.reasons),
@@ -361,3 +359,59 @@ class PlanFile(Configuration):
             )
         if model is not None and model != self.model.name:
             raise UsageError(f"{where} is a plan for {self.model.name}, not for {model}: run plan --model {model}")
+
+
+# --- The predicted step as a picture: a row for each rank, time from left to right
+
+
+COLUMNS = 88
+MOST_ROWS = 16
+#: The end of a computation's name, with its letter, colour and description.
+KINDS = (
+    ("forward again", "R", PURPLE, "forward again"),
+    ("forward", "F", SKY, "forward"),
+    ("backward (input)", "B", ORANGE, "backward"),
+    ("backward (weights)", "B", ORANGE, "backward"),
+    ("", "u", GREEN, "loss, norm and update"),
+)
+
+
+def draw_step(prediction: Prediction, ranks: int) -> Picture:
+    """A row for each simulated rank of ``ranks``: its main work in each of COLUMNS parts of the step."""
+    rows = list(prediction.ranks)[:MOST_ROWS]
+    left = max(len(f"rank {rank}") for rank in rows) + 1
+    scale = COLUMNS / prediction.seconds
+    filled: dict[int, list[Any]] = {rank: [Counter() for _ in range(COLUMNS)] for rank in rows}
+    for rank in rows:
+        for name, kind, start, end in prediction.spans[rank]:
+            letter = "-" if kind == COMMUNICATION else next(c for ending, c, *_ in KINDS if name.endswith(ending))
+            first, last = start * scale, end * scale
+            for column in range(int(first), min(int(last) + 1, COLUMNS)):
+                share = min(last, column + 1) - max(first, column)
+                if share > 0:
+                    filled[rank][column][letter] += share
+    cells = [text(left, 0, "0"), text(left + COLUMNS - 8, 0, readable_seconds(prediction.seconds), 8, "right")]
+    used = set()
+    for row, rank in enumerate(rows, 1):
+        cells.append(text(0, row, f"rank {rank}"))
+        letters = [shares.most_common(1)[0][0] if shares else "." for shares in filled[rank]]
+        used |= set(letters)
+        cells += _runs(left, row, letters)
+    legend = [f"{letter} {name}" for _, letter, _, name in dict.fromkeys(KINDS) if letter in used]
+    legend = list(dict.fromkeys(legend)) + ["- waits in communication"] * ("-" in used) + [". idle"] * ("." in used)
+    notes = [", ".join(legend) + "; what a rank does most in each column."]
+    if len(prediction.ranks) > len(rows):
+        notes.append(f"{len(prediction.ranks) - len(rows)} further ranks are not drawn.")
+    if len(prediction.ranks) < ranks:
+        notes.append(f"{len(prediction.ranks)} ranks, one for each stage, represent all {ranks}.")
+    return Picture("the step, as predicted", cells, notes=notes)
+
+
+def _runs(left: int, row: int, letters: list[str]) -> list[Cell]:
+    fills = {letter: fill for _, letter, fill, _ in KINDS} | {"-": YELLOW}
+    cells = []
+    for letter, run in groupby(letters):
+        label = "".join(run)
+        cells.append(Cell(left, row, len(label), 1, label, fills.get(letter, PALE), False, "left"))
+        left += len(label)
+    return cells

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 SIZE = 1 << 16  #: bytes of a record
 WARN_AFTER = 60.0  #: seconds of waiting after which a hang is reported; at most half of the timeout
 
-WORDS = 64  # offset of the words, after the mark of the memory; see ``node``
+WORDS = 64  # offset of the words, after the mark that others recognise the memory by
 BEAT, SINCE, PATIENCE, LINE, NUMBER, TEXT, PHASE, PHASE_NUMBER, PHASE_SINCE, REPORTED, PROCESS, IDLE = range(12)
 LINES, MOST_LINES, LINE_WORDS = 16, 128, 4  # in words: the first line; a line is number, text, members, which
 TEXTS = WORDS + 8 * (LINES + MOST_LINES * LINE_WORDS)
@@ -221,12 +221,6 @@ class CallRecord(NamedTuple):
     axes: str = ""
     label: str = ""
 
-    @classmethod
-    def from_json(cls, content: Any) -> CallRecord:
-        """The call that JSON holds as a list."""
-        members, *rest = content
-        return cls(tuple(members), *rest)
-
     @property
     def communicator(self) -> tuple[tuple[int, ...], int]:
         return self.members, self.which
@@ -257,15 +251,6 @@ class State(NamedTuple):
     condition: str = ""  #: what the operating system says about its process: "stopped", "gone"
     reported_seconds: float = math.inf  #: since it reported a hang
     idle: bool = False  #: whether it waits for something outside the job
-
-    @classmethod
-    def from_json(cls, content: Any) -> State:
-        """The state that JSON holds as a list, like every named tuple."""
-        rank, process, begun, wait, *rest = content
-        if wait is not None:
-            call, seconds, overdue, what, missing, at = wait
-            wait = WaitRecord(CallRecord.from_json(call), seconds, overdue, what, tuple(missing), at)
-        return cls(rank, process, tuple(CallRecord.from_json(call) for call in begun), wait, *rest)
 
 
 class Record:

@@ -15,15 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from spmd_engine.errors import UsageError
-from spmd_engine.runtime.launchers import (
-    MPI_MIXED,
-    NOT_MIXED,
-    launcher_name,
-    launcher_rank,
-    launcher_size,
-    local_rank,
-    local_size,
-)
+from spmd_engine.runtime import launchers
 
 FOLDER = Path("/dev/shm")
 PATTERNS = ("mpich_shm_*", "sm_segment.*")  # files of MPICH and Open MPI; they stay after a rank is killed
@@ -135,14 +127,14 @@ def join_mpi() -> None:
 
     if MPI.Is_initialized() or (mpi4py.rc.initialize, mpi4py.rc.finalize) != _NOT_YET:
         return
-    check_limits(local_size())
-    if local_rank() == 0:
+    check_limits(launchers.local_size())
+    if launchers.local_rank() == 0:
         remove_unused(files_in_shared_memory())
     if MPI.Get_library_version().startswith("MPICH"):
         if "PMIX_NAMESPACE" in os.environ and "pmix" not in Path("/proc/self/maps").read_text():
             raise UsageError(  # MPICH would end the process
-                f"started by {launcher_name()}, which offers PMIx, but mpi4py loads an MPICH without it: "
-                f"{MPI_MIXED}{NOT_MIXED}"
+                f"started by {launchers.launcher_name()}, which offers PMIx, but mpi4py loads an MPICH without it: "
+                f"{launchers.MPI_MIXED}{launchers.NOT_MIXED}"
             )
         _check_room()
     joined = threading.Event()
@@ -173,11 +165,12 @@ def check_limits(ranks: int) -> None:
 
 def _check_room() -> None:
     """Raise UsageError on all ranks of a node without room; with several nodes, end the job."""
+    rank, ranks = launchers.local_rank(), launchers.local_size()
     try:
-        check_room(local_size(), lambda: held_files(siblings()) & files_in_shared_memory() if local_rank() else ())
+        check_room(ranks, lambda: held_files(siblings()) & files_in_shared_memory() if rank else ())
     except UsageError as error:
-        if local_size() < launcher_size():  # ranks of nodes with room would wait for these ranks
-            if local_rank() == 0:
+        if ranks < launchers.launcher_size():  # ranks of nodes with room would wait for these ranks
+            if rank == 0:
                 sys.stderr.write(f"spmd_engine: {os.uname().nodename}: {error}\n")
                 sys.stderr.flush()
             time.sleep(0.1)
@@ -192,10 +185,10 @@ def _watch(joined: threading.Event) -> None:
     """
     if joined.wait(NOTE_AFTER):
         return
-    if launcher_rank() < 2:
+    if launchers.launcher_rank() < 2:
         sys.stderr.write(
-            f"rank {launcher_rank()} has waited {NOTE_AFTER:.0f} s for all ranks to join MPI. At least one is "
-            f"missing or has ended: see its output. The job ends after {MOST:.0f} s\n"
+            f"rank {launchers.launcher_rank()} has waited {NOTE_AFTER:.0f} s for all ranks to join MPI. At least one "
+            f"is missing or has ended: see its output. The job ends after {MOST:.0f} s\n"
         )
         sys.stderr.flush()
     if not joined.wait(MOST - NOTE_AFTER):

@@ -143,12 +143,5 @@ def _describe_exit(code: int) -> str:
 
 def _remove_option(arguments: Sequence[str], option: str) -> list[str]:
     """A command line without an option and its value."""
-    remaining, is_value = [], False
-    for argument in arguments:
-        if is_value:
-            is_value = False
-        elif argument == option:
-            is_value = True
-        elif not argument.startswith(f"{option}="):
-            remaining.append(argument)
-    return remaining
+    pairs = zip(["", *arguments], arguments)  # each after the one before
+    return [given for before, given in pairs if option not in (before, given) and not given.startswith(f"{option}=")]

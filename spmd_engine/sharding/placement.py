@@ -36,13 +36,12 @@ class OneEach(Sequence[Rectangles]):
     @cached_property
     def numbers(self) -> np.ndarray:
         """The first rank with the same rectangle, for each rank; -1 if it has none, or an empty one."""
-        filled = self.present & (self.bounds[:, 1] > self.bounds[:, 0]).all(axis=1)
-        rows = np.column_stack([filled, self.bounds.reshape(len(self), -1)])
-        order = np.lexsort(rows.T)  # stable: of equal rows, the first rank comes first
-        begins = np.flatnonzero(np.append(True, (rows[order[1:]] != rows[order[:-1]]).any(axis=1)))
-        numbers = np.empty(len(self), np.int64)
-        numbers[order] = np.repeat(order[begins], np.diff(begins, append=len(self)))
-        return np.where(filled, numbers, -1)
+        filled = np.flatnonzero(self.present & (self.bounds[:, 1] > self.bounds[:, 0]).all(axis=1))
+        first: dict[bytes, int] = {}
+        rows = zip(self.bounds[filled], filled.tolist(), strict=True)
+        numbers = np.full(len(self), -1)
+        numbers[filled] = [first.setdefault(row.tobytes(), rank) for row, rank in rows]
+        return numbers
 
     def first_holders(self, shape: Sequence[int]) -> OneEach | None:
         """The rectangle of the first rank that has it, of those that are not empty; None unless these cover an array

@@ -128,22 +128,28 @@ def intersected(ones: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def covers_once(bounds: np.ndarray, shape: Sequence[int]) -> bool:
-    """Whether rectangles that are not empty, with starts and stops ``bounds[rectangles 2 dims]``, have each element of
-    an array of this shape exactly once."""
-    if not len(bounds) or not len(shape):
-        return len(bounds) == prod(shape)
-    edges, cells = zip(*(np.unique(bounds[:, :, dim], return_inverse=True) for dim in range(len(shape))), strict=True)
-    if [(positions[0], positions[-1]) for positions in edges] != [(0, length) for length in shape]:
-        return False
-    # The changes, from one cell between the edges to the next, in the number of rectangles that have the cell.
-    changes = np.zeros([len(positions) for positions in edges], np.int64)
-    corners = [cell.reshape(-1, 2) for cell in cells]
-    for ends in product((0, 1), repeat=len(shape)):
-        place = tuple(cell[:, end] for cell, end in zip(corners, ends, strict=True))
-        np.add.at(changes, place, (-1) ** sum(ends))
-    for dim in range(len(shape)):
-        changes = changes.cumsum(axis=dim)
-    return bool((changes[(slice(-1),) * len(shape)] == 1).all())
+    """Whether rectangles within an array of this shape, with starts and stops ``bounds[rectangles 2 dims]``, have each
+    of its elements exactly once.
+
+    The number of rectangles that have an element changes at their corners alone, by 1 or -1 in turn. So it is 1
+    everywhere if these changes add up to those of the whole array.
+    """
+    if not prod(shape):
+        return True
+    whole = np.array([[0] * len(shape), shape], np.int64)
+    divided = (bounds != whole).any(axis=(0, 1))  # not the dims that every rectangle has whole
+    bounds, whole = bounds[:, :, divided], whole[None, :, divided]
+    dims = bounds.shape[2]
+    if not dims:
+        return len(bounds) == 1
+    sides: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+    for corner in product((0, 1), repeat=dims):
+        for rectangles, side in ((bounds, 0), (whole, 1)):
+            sides[(side + sum(corner)) % 2].append(rectangles[:, corner, range(dims)])
+    ups, downs = map(np.concatenate, sides)
+    if dims == 1:  # faster than below, and most arrays are divided along one dim
+        return bool((np.sort(ups, axis=0) == np.sort(downs, axis=0)).all())
+    return bool((ups[np.lexsort(ups.T)] == downs[np.lexsort(downs.T)]).all())
 
 
 class Grid:

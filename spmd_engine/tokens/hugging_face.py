@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ import numpy as np
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
 from spmd_engine.importing import library
-from spmd_engine.tokens.long_text import encode_long
 from spmd_engine.tokens.tokenizer import BROKEN, Tokenizer
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -48,7 +49,9 @@ class JsonTokenizer(Tokenizer):
         a text that describes no tokenizer.
         """
         with reading(f"{where} describes no tokenizer", "; download the file again"):
-            self._inner = _parse(text, where)
+            tokenizers = tokenizers_library()
+            _check_merges(parse_json(text))
+            self._inner = tokenizers.Tokenizer.from_str(text)
             self._inner.no_padding()
             self._inner.no_truncation()
             self.vocabulary = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -139,13 +142,6 @@ _BYTES = {
 }
 
 
-def _parse(text: str, where: str) -> Any:
-    """The ``tokenizers`` library's tokenizer for a ``tokenizer.json``."""
-    library = tokenizers_library()
-    _check_merges(parse_json(text))
-    return library.Tokenizer.from_str(text)
-
-
 def _check_merges(described: Any) -> None:
     """Raise ValueError for merges that make the library abort the process: it removes the prefix of continued words
     from the second part of every merge without a check, even in the middle of a character."""
@@ -211,17 +207,19 @@ def tokenizer_of(files: Mapping[str, str], where: str, usual: Mapping[str, str |
     ``where``, if they are damaged."""
     config = _config(files, where)
     with reading(f"{where}: {CONFIG} beside it cannot be read", "; download the file again"):
-        chat, special, around = _settings(files, config)
+        chat = files.get(TEMPLATE, config.get("chat_template"))
+        if isinstance(chat, list):  # several templates by name
+            named = {entry.get("name"): entry.get("template") for entry in chat if isinstance(entry, Mapping)}
+            chat = named.get("default") or next(iter(named.values()), None)
+    special = {name: text for name, value in config.items() if name.endswith("_token") and (text := _content(value))}
+    around = {name: config[name] for name in AROUND if isinstance(config.get(name), bool)}
     return JsonTokenizer(files[TOKENIZER], where, chat_template=chat, special=special, around=around, usual=usual)
 
 
 def _usual(kind: str, config: Mapping[str, Any], described: Iterable[Mapping[str, Any]]) -> dict[str, str | int]:
     """The special tokens of a class that ``config`` does not name; the model's configurations in ``described`` may name
     the end token, too."""
-    usual: dict[str, str | int] = {}
-    for name, text in USUAL.get(kind, {}).items():
-        if name not in config:
-            usual[name] = text
+    usual: dict[str, str | int] = {name: text for name, text in USUAL.get(kind, {}).items() if name not in config}
     for content in described:
         ends = content.get("eos_token_id")
         number = ends[0] if isinstance(ends, list) and ends else ends
@@ -236,17 +234,6 @@ def _object(file: Path) -> Mapping[str, Any]:
     with suppress(UsageError):
         content = json_at(file) if file.is_file() else None
     return content if isinstance(content, Mapping) else {}
-
-
-def _settings(files: Mapping[str, str], config: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[str, bool]]:
-    """The chat template, the special tokens, and whether begin and end tokens are added around every text."""
-    chat = files.get(TEMPLATE, config.get("chat_template"))
-    if isinstance(chat, list):  # several templates by name
-        named = {entry.get("name"): entry.get("template") for entry in chat if isinstance(entry, Mapping)}
-        chat = named.get("default") or next(iter(named.values()), None)
-    special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and _content(value)}
-    around = {name: config[name] for name in AROUND if isinstance(config.get(name), bool)}
-    return chat, special, around
 
 
 def _config(files: Mapping[str, str], where: str) -> Mapping[str, Any]:
@@ -307,20 +294,146 @@ def byte_level_json(vocabulary: str, merges: str, config: Mapping[str, Any], lib
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=spaced)
     tokenizer.decoder = library.decoders.ByteLevel()
     tokenizer.post_processor = library.processors.ByteLevel(trim_offsets=False)
-    named = [config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")]
-    texts = [token.get("content") if isinstance(token, Mapping) else token for token in named]
-    texts = [text for text in texts if isinstance(text, str) and tokenizer.token_to_id(text) is not None]
-    tokenizer.add_special_tokens([library.AddedToken(text, special=True) for text in dict.fromkeys(texts)])
+    named = (_content(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token"))
+    texts = dict.fromkeys(text for text in named if text and tokenizer.token_to_id(text) is not None)
+    tokenizer.add_special_tokens([library.AddedToken(text, special=True) for text in texts])
     return tokenizer.to_str()
 
 
 def remedy(folder: Path) -> str:
     """A hint for a folder with a tokenizer of another format; empty if there is none."""
-    others = ("tokenizer.model", "spiece.model", "vocab.txt", VOCABULARY)
-    for name in others:
+    for name in ("tokenizer.model", "spiece.model", "vocab.txt", VOCABULARY):
         if (folder / name).is_file():
             return (
                 f"; {name} is there instead: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of "
                 "transformers writes the other"
             )
     return ""
+
+
+# --- Encoding of a long text in bounded memory
+#
+# The tokens are the same as when the text is encoded at once.
+#
+# The text is encoded in overlapping windows. Two neighbours are joined at a border in their overlap: no token on one
+# side of it depends on text of the other side. There are two kinds of borders:
+#
+# - between words, if the tokenizer splits a text into words. Its patterns match from left to right, so after a border
+#   they find the same words wherever the text begins. Both windows must have the border, with ``ALIKE`` equal tokens on
+#   both sides, because the end of a window can change its last words, and its beginning the first ones;
+# - between tokens, if a whole text is one word to the tokenizer: the two characters at the border are neighbours in no
+#   token of the vocabulary, so no merge can cross it.
+#
+# If there is no border (a word is longer than the overlap), the two windows are encoded as one.
+
+
+WINDOW = 1 << 17  #: characters of a window
+SHARED = 1 << 12  #: characters that two neighbouring windows share
+TOGETHER = 8  #: windows that the library encodes in parallel
+ALIKE = 16  #: tokens on each side of a border that both windows must have
+_SAMPLE = "Some words, and 1234 numbers.\n\nA line;\t\u65e5\u672c."
+
+#: Whether no token can hold the end of the first token and the beginning of the second.
+Separates = Callable[[int, int], bool]
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    begin: int  #: in characters of the whole text
+    text: str
+    ids: np.ndarray
+    places: np.ndarray  #: the first character of each token, in the whole text
+    words: np.ndarray  #: the number of each token's word within the window
+
+
+def encode_long(inner: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
+    """Yield the tokens of a text in pieces; ``inner`` is a tokenizer of the ``tokenizers`` library."""
+    separates = _separates(inner)
+    windows = _windows(inner, texts)
+    left, first = next(windows, None), 0  # a window, and its first token that is not yet returned
+    for right in windows:
+        assert left is not None
+        if border := _border(left, right, separates):
+            yield left.ids[first : border[0]]
+            left, first = right, border[1]
+            continue
+        # At least double the text: adding one window at a time to a word of n characters takes n^2 steps.
+        more = islice(windows, len(left.text) // WINDOW)
+        text = "".join([left.text, *(window.text[SHARED:] for window in (right, *more))])
+        left = _encoded(inner, [(left.begin, text)])[0]
+    if left is not None:
+        yield left.ids[first:]
+
+
+def _windows(inner: Any, texts: Iterable[str]) -> Iterator[_Encoded]:
+    windows = _overlapping(texts)
+    while batch := list(islice(windows, TOGETHER)):
+        yield from _encoded(inner, batch)
+
+
+def _overlapping(texts: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Overlapping windows of the text, each with the place where it begins."""
+    begin, held = 0, ""
+    for text in texts:
+        held += text
+        while len(held) > WINDOW + SHARED:  # the last window is at least as long as its overlap
+            yield begin, held[:WINDOW]
+            begin, held = begin + WINDOW - SHARED, held[WINDOW - SHARED :]
+    if held:
+        yield begin, held
+
+
+def _encoded(inner: Any, texts: Sequence[tuple[int, str]]) -> list[_Encoded]:
+    windows = []
+    encodings = inner.encode_batch([text for _, text in texts], add_special_tokens=False)
+    for (begin, text), encoding in zip(texts, encodings, strict=True):
+        places = np.array([place for place, _ in encoding.offsets], np.int64) + begin
+        words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
+        windows.append(_Encoded(begin, text, np.array(encoding.ids, np.uint32), places, words))
+    return windows
+
+
+def _border(left: _Encoded, right: _Encoded, separates: Separates) -> tuple[int, int] | None:
+    """The indices, in both windows, of the first token after a border; None if there is no border."""
+    for middle in (right.begin + SHARED * part // 4 for part in (2, 1, 3)):
+        i, j = (int(np.searchsorted(window.places, middle)) for window in (left, right))
+        # i and j are the same token; the border is the first place after it where both windows agree.
+        count = min(len(left.ids) - i, len(right.ids) - j) - ALIKE
+        before = min(i, j, ALIKE)
+        if before < ALIKE or count < 1:
+            continue
+        ours, theirs = (slice(at - ALIKE, at + count + ALIKE) for at in (i, j))
+        same = (left.ids[ours] == right.ids[theirs]) & (left.places[ours] == right.places[theirs])
+        agreed = np.convolve(same, np.ones(2 * ALIKE, np.int64), "valid") == 2 * ALIKE
+        for k in np.flatnonzero(agreed[:count]).tolist():
+            borders = all(window.words[at + k - 1] != window.words[at + k] for window, at in ((left, i), (right, j)))
+            if borders or separates(int(left.ids[i + k - 1]), int(left.ids[i + k])):
+                return i + k, j + k
+    return None
+
+
+def _separates(inner: Any) -> Separates:
+    model = inner.model
+    marks = ("continuing_subword_prefix", "end_of_word_suffix")  # they change a token's characters
+    if (
+        _splits(inner)
+        or type(model).__name__ not in ("BPE", "Unigram")
+        or any(getattr(model, mark, None) for mark in marks)
+    ):
+        return lambda before, behind: False
+    pairs: set[str] = set()
+    for token in inner.get_vocab(with_added_tokens=False):
+        pairs.update(map(str.__add__, token, token[1:]))
+
+    def separates(before: int, behind: int) -> bool:
+        return inner.id_to_token(before)[-1:] + inner.id_to_token(behind)[:1] not in pairs
+
+    return separates
+
+
+def _splits(inner: Any) -> bool:
+    """Whether this tokenizer splits a text into words."""
+    if inner.pre_tokenizer is None:
+        return False
+    sample = inner.normalizer.normalize_str(_SAMPLE) if inner.normalizer else _SAMPLE
+    return len(inner.pre_tokenizer.pre_tokenize_str(sample)) > 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.product_libraries.installed import LIBRARIES
 from spmd_engine.arrays.products import NUMPY
 from spmd_engine.comm.device_transport import DEVICE_TRANSPORTS
@@ -259,6 +260,7 @@ class TrainConfig(Configuration):
         return super().from_json(_with_defaults(content), where)
 
     @classmethod
+    @checked()
     def read(cls, path: str | Path) -> Self:
         """The job in a JSON file; raises UsageError, in one line, if it cannot be read or has an invalid value."""
         try:
@@ -269,6 +271,7 @@ class TrainConfig(Configuration):
             raise UsageError(f"{error}; a job is a JSON file, such as the config.json of a run") from error
         return cls.from_json(content, str(path))
 
+    @checked()
     def write(self, path: str | Path) -> None:
         """Write the JSON file that ``read`` reads, completely or not at all; raises UsageError if that fails."""
         with output_file(path, "the job") as file:

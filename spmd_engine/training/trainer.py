@@ -248,10 +248,9 @@ class Trainer:
             self.loss_scale.restore(facts[0]["loss_scale"])
         return {}
 
+    @checked({"steps": 0}, steps="the number of steps in all")
     def run(self, steps: int) -> Iterator[StepReport]:
         """Make steps until ``steps`` are done in all, or until a signal: each when its report is taken."""
-        if not hasattr(steps, "__index__") or steps < 0:
-            raise UsageError(f"Trainer.run({steps!r}): give the number of steps in all")
         return _Steps(self, steps)
 
     def evaluate(self, batches: Sequence[Batch]) -> float:

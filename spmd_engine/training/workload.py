@@ -269,7 +269,7 @@ def rate_of(training: StepConfig) -> WarmupCosine:
     """The learning rate that a job describes."""
     steps = training.decay_steps or training.steps
     warmup = min(WARMUP, steps // 10) if training.warmup is None else training.warmup
-    return WarmupCosine(training.learning_rate, steps, warmup)
+    return WarmupCosine(training.learning_rate, max(steps, warmup), warmup)
 
 
 def make_trainer(workload: Workload) -> Trainer:

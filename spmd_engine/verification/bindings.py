@@ -135,13 +135,10 @@ def _arrays(values: dict[str, Any]) -> Iterator[tuple[MutableMapping, str, str]]
         if _is_array_of_floats(value):
             yield values, name, name
         elif name == "self":
-            yield from ((vars(value), key, f"self.{key}") for key, x in _attributes(value) if _is_array_of_floats(x))
+            attributes = getattr(value, "__dict__", {}).items()
+            yield from ((vars(value), key, f"self.{key}") for key, x in attributes if _is_array_of_floats(x))
         elif isinstance(value, dict):
             yield from ((value, key, f'{name}["{key}"]') for key, x in value.items() if _is_array_of_floats(x))
-
-
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    return list(getattr(value, "__dict__", {}).items())
 
 
 def _is_user_code(code: CodeType) -> bool:

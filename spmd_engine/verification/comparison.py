@@ -58,8 +58,6 @@ def unpacked(message: np.ndarray) -> Any:
             return array(*parts)
         if kind == "number":
             return array(*parts)[()]
-        if kind == "dtype":
-            return described(*parts)
         values = [value(part) for part in parts]
         if kind == "dict":
             return dict(zip(values[::2], values[1::2], strict=True))
@@ -79,8 +77,6 @@ def _as_json(value: Any, arrays: list[np.ndarray]) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         arrays.append(np.asarray(value))
         return ["array" if isinstance(value, np.ndarray) else "number", describe(value.dtype), list(value.shape)]
-    if isinstance(value, np.dtype):
-        return ["dtype", describe(value)]
     if isinstance(value, Mapping):
         parts = [part for item in value.items() for part in item]
         return ["dict", *(_as_json(part, arrays) for part in parts)]

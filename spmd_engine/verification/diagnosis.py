@@ -157,7 +157,7 @@ def _missing_sum(evidence: _Evidence) -> Iterable[Finding]:
 
 def missing_sum(over: Sequence[str], how: str = "") -> Finding:
     """Return the finding that ranks have terms of a sum over these axes."""
-    axes = _join(over)
+    axes = " and ".join(over)
     text = f"summed over {axes}{how} it would be right: a reduction over {axes} is missing"
     return Finding(Cause.MISSING_SUM, text, tuple(over))
 
@@ -199,7 +199,7 @@ def _base_in_sum(evidence: _Evidence) -> Iterable[Finding]:
 
 def base_in_sum(base: str, over: tuple[str, ...], times: int) -> Finding:
     """Return the finding that a bias or another array is added before a sum over ranks."""
-    axes = _join(over)
+    axes = " and ".join(over)
     text = f"{base} is in it {times} times: added on each rank before the sum over {axes}. Add it once, after the sum"
     return Finding(Cause.BIAS_IN_SUM, text, over)
 
@@ -216,7 +216,7 @@ def _other_block(evidence: _Evidence) -> Iterable[Finding]:
         return
     if (other := owner(wrong[0])) is not None and all(owner(block) is not None for block in wrong[1:]):
         over = tuple(axis for axis, place in wrong[0].coordinates.items() if place != other.coordinates[axis])
-        text = f"rank {wrong[0].rank} has the values of rank {other.rank}: parts along {_join(over)} are swapped"
+        text = f"rank {wrong[0].rank} has the values of rank {other.rank}: parts along {' and '.join(over)} are swapped"
         yield Finding(Cause.OTHER_BLOCK, text, over)
         return
     for axis, dim in product(evidence.axes, range(wrong[0].found.ndim)):
@@ -266,7 +266,7 @@ def _missing_halo(evidence: _Evidence) -> Iterable[Finding]:
         length = 1 + max((int(block.index[dim].max()) for block in blocks if block.found.size), default=0)
         shares = [off for block in wrong if (off := _edge_share(block, dim, length, evidence.limit)) is not None]
         if over and len(shares) == len(wrong) and min(shares) < 1:
-            axes = _join(over)
+            axes = " and ".join(over)
             text = f"only what lies next to other ranks' parts along {axes} is off: a halo over {axes} is missing"
             yield Finding(Cause.MISSING_HALO, text, tuple(over))
             return
@@ -301,7 +301,7 @@ def _is_equal_where_off(block: ComparedBlock, other: np.ndarray, limit: float) -
 def _replicas(evidence: _Evidence) -> Iterable[Finding]:
     teams, limit = evidence.teams, evidence.limit
     for over in _smallest(over for over, replicas in teams.items() if any(_differ(team, limit) for team in replicas)):
-        axes = _join(over)
+        axes = " and ".join(over)
         yield Finding(
             Cause.REPLICAS_DIFFER,
             f"ranks along {axes} differ from each other, and should not: a collective over {axes} is missing before",
@@ -328,10 +328,6 @@ def _factor(blocks: Sequence[ComparedBlock], limit: float) -> float | None:
     factor = float(found @ expected) / squared_norm
     fits = (difference(found, factor * expected) <= max(1.0, abs(factor)) * limit).all()
     return factor if fits and factor else None
-
-
-def _join(axes: Iterable[str]) -> str:
-    return " and ".join(axes)
 
 
 def _smallest(sets: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:

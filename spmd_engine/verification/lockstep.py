@@ -204,7 +204,8 @@ class Pair:
 
         Arrays between layers are compared only if another tensor differs: they never differ alone.
         """
-        at_once = [tensor for tensor in tensors if not _is_between_layers(tensor)]
+        between = OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT
+        at_once = [tensor for tensor in tensors if tensor.kind not in between or not tensor.layer]
         measured = measure(self.world, at_once)
         off = [measurement for measurement in measured if measurement.is_off(self.tolerance)]
         if not off:
@@ -214,17 +215,17 @@ class Pair:
             limits = self._bounds(step, computed=tensors[0].kind != PARAMETER)
             self.differing |= {_words(measurement.tensor): None for measurement in off if limits}
 
-        def is_off(measurement: Measured) -> bool:
-            return measurement.is_off(max(self.tolerance, limits.get(_key(measurement.tensor), 0.0)))
+        def limit(measurement: Measured) -> float:
+            return max(self.tolerance, limits.get(_key(measurement.tensor), 0.0))
 
-        if not any(map(is_off, measured)):
+        wrong = [measurement for measurement in measured if measurement.is_off(limit(measurement))]
+        if not wrong:
             return measured, None
         measured_by_id = dict(zip(map(id, at_once), measured, strict=True))
         one_by_one = (measured_by_id.get(id(tensor)) or measure(self.world, [tensor])[0] for tensor in tensors)
-        first = next(measurement for measurement in one_by_one if is_off(measurement))
-        limit = max(self.tolerance, limits.get(_key(first.tensor), 0.0))
-        disagreement = examine(self.engine, first, limit, step=step, micro_batches=self.micro_batches)
-        return measured, self._explain(disagreement, [x for x in measured if is_off(x)])
+        first = next(measurement for measurement in one_by_one if measurement.is_off(limit(measurement)))
+        disagreement = examine(self.engine, first, limit(first), step=step, micro_batches=self.micro_batches)
+        return measured, self._explain(disagreement, wrong)
 
     def _bounds(self, step: int, computed: bool) -> dict[str, float]:
         """How far a tensor may be off, relative to its scale, if only roundings differ: by the reference's distance
@@ -355,10 +356,6 @@ def _words(tensor: ComparedTensor) -> str:
 
 def _key(tensor: ComparedTensor) -> str:
     return f"{tensor.kind} {tensor.name} {tensor.micro_batch}"
-
-
-def _is_between_layers(tensor: ComparedTensor) -> bool:
-    return tensor.kind in (OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT) and bool(tensor.layer)
 
 
 def _check_names(engine: ShardedEngine, reference: ShardedEngine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,10 +97,9 @@ class LayeredProbe(Probe):
     def __init__(self, engine: LayeredEngine) -> None:
         super().__init__(engine)
         self.layers = [name for name, _ in engine.model.layers]
-        self._known = set(self.layers)
 
     def layer_of(self, parameter: str) -> str:
-        return next(layer for layer in _name_prefixes(parameter) if layer in self._known)
+        return max((layer for layer in self.layers if parameter.startswith(f"{layer}/")), key=len)
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
         with self.engine.wrapped(partial(ProbedLayer, self)):
@@ -155,12 +154,6 @@ class ProbedLayer(Layer):
 
     def backward_weight(self, sh, rest, g):
         self._layer.backward_weight(sh, rest, g)
-
-
-def _name_prefixes(name: str) -> Iterator[str]:
-    """Yield "a/b" and "a" for "a/b/c": possible names of its layer."""
-    while name := name.rpartition("/")[0]:
-        yield name
 
 
 def _index_in_sharding(engine: ShardedEngine, sharding: str, shape: tuple[int, ...]) -> Index:

@@ -115,9 +115,7 @@ def _make_checked(make: Callable[..., Any], mesh: Mesh) -> ShardedEngine:
 Batches = Callable[[ShardedEngine, int], Batch]
 
 
-def batches_for_model(
-    model: Model, size: int, *, length: int = 32, micro_batches: int = 1, seed: int = 0, dtype: Any = np.float64
-) -> Batches:
+def batches_for_model(model: Model, size: int, *, length: int = 32, micro_batches: int = 1, seed: int = 0) -> Batches:
     """Return batches of ``size`` samples for a model; sequences have ``length`` positions (at most its context).
 
     Tokens and classes are uniformly distributed, vectors normally.
@@ -136,7 +134,6 @@ def batches_for_model(
         generator = _generator(seed, step)
         x = generator.integers(0, model.vocabulary, inputs) if model.vocabulary else generator.standard_normal(inputs)
         y = generator.integers(0, classes, targets) if classes else generator.standard_normal(targets)
-        x, y = (array.astype(dtype) if array.dtype.kind == "f" else array for array in (x, y))
         return batch_of(x, y, engine, micro_batches, step)
 
     return batch
@@ -233,16 +230,12 @@ def engine_of_model(
         engine = build_engine(model, mesh, composition, device=device)
     else:
         engine, _ = open_pretrained(model, mesh, composition, device=device)
-    if model.lora is not None:
-        _draw_zeros(engine)
-    return engine
-
-
-def _draw_zeros(engine: LayeredEngine) -> None:
-    """Replace parameters that are initialized to zeros by random values."""
+    if model.lora is None:
+        return engine
     for name, target in engine.parameters.items():
         parameter, shape = engine.store.described[name]
         if parameter.mean == parameter.std == 0 and target.size:
             key = key_of(engine.seed, "verify", name)
             target += DEVIATION * normal(key, shape, engine.dtype, engine.index(name), engine.backend)
     engine.filled()
+    return engine

@@ -215,10 +215,6 @@ class _Run:
     def is_off(self, blocks: Sequence[ComparedBlock]) -> bool:
         return any((block.difference > self.limit).any() for block in blocks)
 
-    def choose_blocks(self, sharding: tuple[Axes, ...]) -> list[ComparedBlock]:
-        """Return the blocks that are right, or those of this sharding, or those of any sharding."""
-        return self.right or self.shards.get(sharding) or next(iter(self.shards.values()))
-
 
 class _ComparedArray:
     """The arrays that the ranks bound to a name, compared with one device's."""
@@ -282,7 +278,8 @@ class _ComparedArray:
         return [self._repair((Finding(Cause.FIRST, text),), sharding) for sharding in self.runs[self.first].shards]
 
     def _repair(self, findings: tuple[Finding, ...], sharding: tuple[Axes, ...]) -> Repair:
-        runs = [run.choose_blocks(sharding) for run in self.runs]
+        # the blocks of each run that are right, or those of this sharding, or those of any sharding
+        runs = [run.right or run.shards.get(sharding) or next(iter(run.shards.values())) for run in self.runs]
         values = {blocks[0].rank: [block.expected for block in blocks] for blocks in zip(*runs, strict=True)}
         return Repair(self.name, findings, values)
 

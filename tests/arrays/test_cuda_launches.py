@@ -48,15 +48,6 @@ def test_a_chain_is_one_launch(case, cuda):
     assert events().launches == launches
 
 
-def test_what_attention_hides_is_hidden_as_it_is_exponentiated(cuda):
-    """The keys that all queries see are one launch, the others another."""
-    scores, shift = cuda.asarray(normals(2, 5, 6)), cuda.asarray(normals(2, 1, 6))
-    hidden = cuda.asarray(np.array([[0, -np.inf, -np.inf], [0, 0, -np.inf]]))
-    events().clear()
-    activations.exponentiate(scores, shift, (3, hidden))
-    assert events().launches == ["exponentiate", "hide_and_exponentiate"]
-
-
 # --- the house
 
 #: What other code calls on a device alone.

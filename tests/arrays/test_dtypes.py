@@ -166,7 +166,7 @@ def test_a_description_makes_the_dtype_again(kind):
 
 def test_a_mismatch_of_byte_orders_names_them():
     def program():
-        group = Mesh(timeout=20).group()
+        group = Mesh(timeout=100).group()
         group.all_reduce(np.ones(3, ">f4" if group.rank else "<f4"))
 
     with pytest.raises(MismatchError, match=r"rank 0 called .*float32\[3\].*; rank 1 called .*>f4\[3\]"):
@@ -196,7 +196,7 @@ OPERATIONS = {
 @every_pair(name=OPERATIONS.keys(), ranks=numbers_of_ranks(2, 3, mpi=(3,)), nodes=[1, 2])
 def test_what_one_rank_cannot_send_all_refuse(name, nodes, ranks):
     def program(call):
-        group = Mesh(timeout=20).group()
+        group = Mesh(timeout=100).group()
         for x, text in INDESCRIBABLE.values():
             for _ in range(2):
                 if name == "send" and group.rank > 1:

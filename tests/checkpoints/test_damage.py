@@ -9,6 +9,7 @@ import pytest
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint, save_checkpoint
+from spmd_engine.checkpoints.format import manifest
 from spmd_engine.checkpoints.format.blocks import HASH
 from spmd_engine.checkpoints.format.manifest import Manifest
 from spmd_engine.checkpoints.format.write import HASHES
@@ -174,25 +175,42 @@ def _change(path, value):
 
 def _pieces(change):
     """Change the pieces of one array: their bounds, and their ranks."""
-    return lambda content: change(content["pieces"][content["sections"]["model"]["arrays"]["norm/scale"][2]])
+    return lambda content: change(content["pieces"][_scale(content)[3]])
 
 
-FILE = ("sections", "model", "files", 0)
+def _scale(content):
+    return next(array for array in content["sections"]["model"]["arrays"] if array[0] == "norm/scale")
+
+
+FILES = ("sections", "model", "files")
+
+
+def _files(change):
+    """Change the ranks, first bytes and hashes of the files of a section."""
+    return lambda content: _change(FILES, change(*content["sections"]["model"]["files"]))(content)
+
+
 LIES = {
     "no part of it": _pieces(_change((0,), [0, 99])),
     "hold 11 of 12 elements": _pieces(_change((0,), [0, 11])),
     "cannot reshape": _pieces(_change((0,), [0, 12, 3])),
-    "is on rank 5, which has no file": _pieces(_change((1,), [5])),
-    "where a text like": _change((*FILE, 2), "../../etc/passwd"),
-    "where a whole number should be": _change((*FILE, 1), -1),
-    "an array of shape": _change(("sections", "model", "arrays", "norm/scale", 0), [1 << 40, 1 << 40]),
-    "a dtype 'OBJECT'": _change(("sections", "model", "arrays", "norm/scale", 1), "OBJECT"),
-    "version 3; this program reads versions 1 and 2": _change(("version",), 3),
+    "has arrays on rank 5, which has no file": _pieces(_change((1,), [5])),
+    "where a text like": _change((*FILES, 2), "../../etc/passwd"),
+    "where a list of whole numbers should be": _change((*FILES, 1, 0), -1),
+    "2 files, which begin at 2 bytes and have 64 digits": _files(
+        lambda ranks, firsts, hashes: [ranks, firsts, hashes[64:]]
+    ),
+    "has arrays on rank 0, which has no file": _files(
+        lambda *columns: [column[1:] for column in columns[:2]] + [columns[2][64:]]
+    ),
+    "an array of shape": lambda content: _change((1,), [1 << 40, 1 << 40])(_scale(content)),
+    "a dtype 'OBJECT'": lambda content: _change((2,), "OBJECT")(_scale(content)),
+    "version 4; this program reads versions 1 to 3": _change(("version",), 4),
     "where an object should be": _change(("sections", "model"), []),
     "no section 'model'": _change(("sections",), {}),
     "KeyError": lambda content: content.pop("facts"),
-    "overlap": _pieces(lambda pieces: pieces.__setitem__(slice(None), [2 * pieces[0], 2 * pieces[1]])),
-    "but|bytes, .* were written": _change((*FILE, 1), 1 << 50),
+    "overlap": _pieces(lambda pieces: pieces.__setitem__(slice(None), [[0, 0, 12, 12], 2 * pieces[1]])),
+    "but|bytes, .* were written": _change((*FILES, 1, 0), 1 << 50),
 }
 
 
@@ -213,6 +231,28 @@ def test_a_manifest_that_was_altered_is_refused(sound):
     for text in ("", "[" * 100_000, "[]", "{}", "nan"):
         with pytest.raises(CheckpointError, match="here is damaged, or none of ours"):
             Manifest.parse(text, "here")
+
+
+def test_a_manifest_means_the_same_in_any_order_of_its_names_and_with_any_spaces(sound):
+    path = sound / "manifest.json"
+    content = json.loads(path.read_text())
+    turned = {name: content[name] for name in reversed(content)}
+    for text in (json.dumps(content, indent=2), json.dumps(turned), path.read_text().replace("\n", "\r\n")):
+        assert Manifest.parse(text, "here").text() == path.read_text()
+        with pytest.raises(CheckpointError, match="its SHA-256 of itself differs"):
+            Manifest.parse(text.replace("12", "13", 1), "here")
+
+
+def test_a_manifest_in_lines_is_read_without_all_numbers_at_once(sound, monkeypatch):
+    """Each list of pieces is a line of its own; what was altered is then read as a whole, to say what is wrong."""
+    text, parsed = (sound / "manifest.json").read_text(), []
+    monkeypatch.setattr(manifest, "parse_json", lambda text: parsed.append(text) or json.loads(text))
+    Manifest.parse(text, "here")
+    assert len(parsed) == 1 and json.loads(parsed[0])["pieces"] == []
+    lines = text.splitlines(keepends=True)
+    for altered in (lines + [" x"], lines[:-1], lines[:1] + lines[2:], lines[:2] + lines[1:]):
+        with pytest.raises(CheckpointError, match="here is damaged, or none of ours"):
+            Manifest.parse("".join(altered), "here")
 
 
 def rows_of(path):

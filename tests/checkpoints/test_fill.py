@@ -154,7 +154,8 @@ def test_all_ranks_load_the_checkpoint_that_rank_zero_found(tmp_path, monkeypatc
     monkeypatch.setattr("spmd_engine.checkpoints.read.find_checkpoint", lambda path: next(found, path))
     looked = []
     monkeypatch.setattr(
-        "spmd_engine.checkpoints.read.read_manifest", lambda path: looked.append(path) or read_manifest(path)
+        "spmd_engine.checkpoints.read.read_manifest",
+        lambda path, files: looked.append((path, files.start, files.step)) or read_manifest(path, files),
     )
 
     def program():
@@ -162,4 +163,4 @@ def test_all_ranks_load_the_checkpoint_that_rank_zero_found(tmp_path, monkeypatc
             load_checkpoint(tmp_path, tiny.make_engine(mesh))
 
     run_threads(program, 3)
-    assert looked == [first] * 3
+    assert sorted(looked) == [(first, rank, 3) for rank in range(3)]  # each asks for the sizes of other files

@@ -12,9 +12,8 @@ from spmd_engine.engine.optimizers import AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.machine import measure
-from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.machine.machine import Fitted
-from spmd_engine.planning.simulator.compute_time import ComputeTimes
+from spmd_engine.planning.machine.machine import Fitted, read_machine
+from spmd_engine.planning.simulator.times import ComputeTimes
 
 
 def test_a_machine_that_is_known_is_found(monkeypatch):

@@ -13,7 +13,7 @@ from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.cli.values import NumberRange, WholeNumber, WholeRange
 from spmd_engine.engine.build import build_engine
 from spmd_engine.errors import UsageError, one_of
-from spmd_engine.planning.machine.files import read_machine, toml_of
+from spmd_engine.planning.machine.machine import read_machine, toml_of
 from spmd_engine.training import TrainConfig
 from support.command_line import QUIET, TEXT
 
@@ -158,7 +158,7 @@ def test_a_mistake_that_one_rank_finds_is_still_one_line(spmd, r, tmp_path):
     tokens = np.zeros((2, 128), int)
     tokens[1, 5] = 999
     np.save(tmp_path / "x.npy", tokens)
-    result = spmd(2, "infer", "--run", r.name, "--mesh", "data=2", "--input", "x.npy", "--output", "y.npy", timeout=30)
+    result = spmd(2, "infer", "--run", r.name, "--mesh", "data=2", "--input", "x.npy", "--output", "y.npy")
     assert "rank 1 of 2: spmd_engine: gpt-nano: inputs from 0 to 999" in one_line(result)
     assert not (tmp_path / "y.npy").exists()
 

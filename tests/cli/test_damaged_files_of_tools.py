@@ -14,7 +14,7 @@ from other_systems.work import model_of
 
 from spmd_engine.cli.infer import read_inputs
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import read_machine
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.planning.planner import planned_model
 from spmd_engine.serving.sampling import read_generation_config

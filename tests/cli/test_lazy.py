@@ -27,7 +27,7 @@ def test_a_rank_that_trains_loads_no_other_command():
     others += (
         *(
             f"spmd_engine.planning.{name}"
-            for name in ("dry_run.analyze", "machine.files", "plan", "search", "simulator")
+            for name in ("dry_run.analyze", "machine.machine", "plan", "search", "simulator")
         ),
         "spmd_engine.serving",
         "spmd_engine.layers.moe.moe",
@@ -42,3 +42,8 @@ def test_a_rank_that_trains_loads_no_other_command():
     )
     others += "spmd_engine.checkpoints.read", "spmd_engine.checkpoints.hf.weights", "spmd_engine.models.hf"
     assert not [name for name in loaded if name.startswith(others)]
+
+
+def test_the_command_line_itself_loads_no_arrays():
+    program = "import sys; from spmd_engine.cli import cli; cli.get_command(None, 'new'); print('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

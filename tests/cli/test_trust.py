@@ -21,7 +21,7 @@ from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.reshape import Shape
 from spmd_engine.errors import UsageError
-from spmd_engine.jobs import joined_run
+from spmd_engine.jobs import run_job
 from spmd_engine.models.user_code import code_named, digest_of
 from spmd_engine.planning.plan_result import PlanFile
 from spmd_engine.runtime.supervisor import Supervisor
@@ -96,7 +96,7 @@ REFUSE = {
 
 @pytest.mark.parametrize("command", [*LOOK.values(), *REFUSE.values()], ids=[*LOOK, *REFUSE])
 def test_no_command_runs_code_that_a_file_names(command, planted, here, monkeypatch):
-    monkeypatch.setattr(joined_run, "runs", lambda folder: True)  # as if its job were running
+    monkeypatch.setattr(run_job, "runs", lambda folder: True)  # as if its job were running
     code, _, error = here(*command)
     assert not os.path.exists("ran") and "planted_code" not in sys.modules
     if command in LOOK.values():
@@ -180,7 +180,7 @@ def test_what_is_said_of_trusted_code_cannot_control_a_terminal(planted, capsys)
 
 
 def test_the_experts_of_a_run_are_shown_if_the_user_names_its_code(planted, here, monkeypatch):
-    monkeypatch.setattr("spmd_engine.cli.show.mean_loads", lambda folder, steps: {})
+    monkeypatch.setattr("spmd_engine.observability.shardings.mean_loads", lambda folder, steps: {})
     for named in [], JOB:
         assert "a file never makes code run" in here("show", "experts", *RUN, *named)[2] and not os.path.exists("ran")
     assert "has no layer with experts" in here("show", "experts", *RUN, "--model", NAME)[2]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.connections import connections_of
-from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Arena, bound
-from spmd_engine.comm.shared_memory.node import OwnMemory
+from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Arena, OwnMemory, bound
 from support.on_ranks import everywhere, on_ranks
 
 MIB = 1 << 20

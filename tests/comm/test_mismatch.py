@@ -101,7 +101,7 @@ def test_a_program_that_ended(ranks):
 
 def disagree(odd, usual, texts):
     """Rank 1 calls ``odd``, the others ``usual``: all get the same error, which says the ``texts``."""
-    group = Mesh(timeout=20).group()
+    group = Mesh(timeout=100).group()
     with pytest.raises(MismatchError) as caught:
         (odd if group.rank == 1 else usual)(group)
     text = str(caught.value)
@@ -117,7 +117,7 @@ def disagree(odd, usual, texts):
 @everywhere(2, 4)
 def test_another_order_shows_at_the_first_call(ranks):
     def program():
-        group = Mesh(timeout=20).group()
+        group = Mesh(timeout=100).group()
         calls = [lambda: group.start_all_reduce(THREE), lambda: group.start_all_gather(LARGE)]
         first, second = [call() for call in (calls if group.rank else reversed(calls))]
         with pytest.raises(MismatchError, match="rank 0 called all_gather"):
@@ -133,7 +133,7 @@ def test_an_error_belongs_to_its_call(ranks):
     """However early it shows: in start_..., or while another call is waited for."""
 
     def program():
-        group = Mesh(timeout=20).group()
+        group = Mesh(timeout=100).group()
         wrong = group.start_all_reduce(np.ones(group.rank))
         right = group.start_all_reduce(THREE)
         assert right.wait()[0] == group.size
@@ -146,7 +146,7 @@ def test_an_error_belongs_to_its_call(ranks):
 
 def test_a_call_too_many_shows_at_the_next():
     def program():
-        group = Mesh(timeout=20).group()
+        group = Mesh(timeout=100).group()
         if group.rank == 0:
             group.start_barrier()
         group.all_reduce(THREE)
@@ -157,7 +157,7 @@ def test_a_call_too_many_shows_at_the_next():
 
 def test_a_program_that_ends_early():
     def program():
-        mesh = Mesh(timeout=20)
+        mesh = Mesh(timeout=100)
         if mesh.rank != 1:
             mesh.all_gather(THREE)
 
@@ -170,7 +170,7 @@ def test_a_mesh_needs_no_communication():
     """Nor a group of all ranks: so one that not all ranks make is no mismatch."""
 
     def program():
-        mesh = Mesh(timeout=20)
+        mesh = Mesh(timeout=100)
         if mesh.rank == 0:
             Mesh().group()
         mesh.barrier()
@@ -180,7 +180,7 @@ def test_a_mesh_needs_no_communication():
 
 def test_a_mismatch_in_a_group_names_its_axes():
     def program():
-        with Mesh(data=2, model=2, timeout=20) as mesh:
+        with Mesh(data=2, model=2, timeout=100) as mesh:
             if mesh.coordinates["data"] == 1:  # only the other group is at odds
                 mesh.all_reduce(THREE, over="model")
             else:

@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import contextmanager
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -250,12 +251,16 @@ def test_a_rank_that_ends_is_named_and_the_others_end(device, nccl):
         run_threads(program, 2)
 
 
-def test_a_wait_for_a_device_has_the_timeout_and_is_recorded_for_the_watchdog(device, nccl):
-    """The first call that is not complete is named, though the host waits for the device."""
-    activities = {}
+def test_a_wait_for_a_device_has_the_timeout_and_is_recorded_for_the_watchdog(device, nccl, monkeypatch):
+    """The first call that is not complete is named, though the host waits for the device.
+
+    The timeout is over when the other rank has looked at the record.
+    """
+    activities, late = {}, [0.0]
+    monkeypatch.setattr("spmd_engine.comm.pending.perf_counter", lambda: perf_counter() + late[0])
 
     def program():
-        with mesh_by_nccl(device, timeout=2.0) as mesh:
+        with mesh_by_nccl(device, timeout=1000.0) as mesh:
             mesh.all_reduce(device.asarray(np.ones(3)))
             ranks = nccl_of(mesh)
             if mesh.rank == 1:
@@ -268,13 +273,14 @@ def test_a_wait_for_a_device_has_the_timeout_and_is_recorded_for_the_watchdog(de
                 call = wait.call
                 assert (call.operation, call.label, call.number, call.members) == ("all_reduce", "gradients", 2, (0, 1))
                 assert wait.missing == (1,) and "test_nccl.py" in wait.at
+                late[0] = 2000.0
                 while not ranks.communicator.error:
                     mesh.comm.pause(1)
                 with pytest.raises(SpmdError, match="NCCL between ranks 0, 1: .*remote process exited; set NCCL_DEBUG"):
                     ranks.check()
                 return
             what = r"all_reduce\(sum, float64\[3\]\) as its call number 2 over 'data' \(gradients\), group rank 0 of 2"
-            with pytest.raises(CommunicationTimeout, match=f"waited 2 s: {what}"):
+            with pytest.raises(CommunicationTimeout, match=f"waited 1000 s: {what}"):
                 device.to_host(total)
             assert not ranks.communicator.works
             with pytest.raises(CommunicationTimeout):  # nothing goes on with wrong values
@@ -304,10 +310,12 @@ def test_ranks_that_never_connect_are_waited_for_with_the_timeout(device, nccl, 
     monkeypatch.setattr(device.nccl, "NcclCommunicator", lambda *args: connected.wait())
 
     def program():
-        waits = pytest.raises(CommunicationTimeout, match="waited 1 s: all_reduce")
-        with mesh_by_nccl(device, timeout=1.0) as mesh, waits:
-            mesh.all_reduce(device.asarray(np.ones(3)))
+        with mesh_by_nccl(device, timeout=1.0) as mesh:
+            with pytest.raises(CommunicationTimeout, match="waited 1 s: all_reduce"):
+                mesh.all_reduce(device.asarray(np.ones(3)))
+            both.wait(100)  # neither ends while the other waits
 
+    both = fake_nccl.threading.Barrier(2)
     run_threads(program, 2)
     connected.set()
 
@@ -420,12 +428,13 @@ def test_a_transfer_that_does_not_happen_is_named(device, nccl):
     """The receiver has answered, and its device never takes part."""
 
     def program():
-        with mesh_by_nccl(device, timeout=1.0) as mesh:
+        with mesh_by_nccl(device) as mesh:
             group, x = mesh.group(), device.asarray(np.ones(3))
             if mesh.rank == 0:
                 group.send(1, x)  # connects
+                group.timeout = group._routing._timeout = 2.0
                 group.send(1, x, label="input")
-                with pytest.raises(CommunicationTimeout, match=r"waited 1 s: send to rank 1 over 'data' \(input\)"):
+                with pytest.raises(CommunicationTimeout, match=r"waited 2 s: send to rank 1 over 'data' \(input\)"):
                     device.synchronize()
                 return
             group.receive(0, like=device)

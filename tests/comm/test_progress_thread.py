@@ -20,7 +20,7 @@ LARGE = np.ones(100_000)
 
 def with_thread(program):
     def moved():
-        mesh = Mesh(timeout=20)
+        mesh = Mesh(timeout=100)
         thread = ProgressThread(mesh.comm.progress)
         mesh.comm.progress.on_begin = thread.wake
         try:

@@ -50,7 +50,7 @@ def test_all_refuse_what_one_rank_cannot_call(nodes, name, ranks):
     odd, usual, text = CASES[name]
 
     def program():
-        group = Mesh(timeout=20).group()
+        group = Mesh(timeout=100).group()
         if name != "no array":
             for _ in range(2):
                 usual(group)  # what is known before does not go unlooked at
@@ -67,7 +67,7 @@ def test_all_refuse_what_one_rank_cannot_call(nodes, name, ranks):
 
 def test_the_error_of_a_call_that_was_started_is_its_own():
     def program():
-        group = Mesh(timeout=20).group()
+        group = Mesh(timeout=100).group()
         wrong = group.start_all_gather(ONES, group.rank)  # axis 0, and on rank 1 axis 1
         assert group.all_reduce(ONES)[0] == 2
         with pytest.raises(UsageError, match="axis 1"):
@@ -78,7 +78,7 @@ def test_the_error_of_a_call_that_was_started_is_its_own():
 
 def test_different_refusals_are_all_said():
     def program():
-        Mesh(timeout=20).group().all_gather(ONES, 1 + Mesh().rank)
+        Mesh(timeout=100).group().all_gather(ONES, 1 + Mesh().rank)
 
     with pytest.raises(UsageError, match="rank 0 of 'data': .*axis 1 .*; rank 1 of 'data': .*axis 2 "):
         run_threads(program, 2)
@@ -99,7 +99,7 @@ def test_an_out_of_the_wrong_shape_is_one_rank_s_loss(nodes):
     """It is known when all shapes are; the others get what is theirs, however far they are."""
 
     def program():
-        group = Mesh(timeout=20).group()
+        group = Mesh(timeout=100).group()
         if group.rank == 0:
             with pytest.raises(UsageError, match=r"out has shape \(3,\)"):
                 group.all_gather(LARGE[0] * 1, out=np.empty(3))
@@ -113,7 +113,7 @@ def test_an_out_of_the_wrong_shape_is_one_rank_s_loss(nodes):
 @pytest.mark.parametrize("dtype", ["i4,f8", "V2", "M8[s]"])
 def test_what_has_no_sum_has_none_on_ranks_without_a_part(dtype):
     def program():
-        group = Mesh(timeout=20).group()
+        group = Mesh(timeout=100).group()
         with pytest.raises(UsageError, match="there is no sum of"):
             group.reduce_scatter(np.zeros(4, dtype), sizes=[4, 0])
 

@@ -16,7 +16,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers import MLP, Attention, LayerNorm, Residual
 from spmd_engine.losses import cross_entropy, mean_squared_error, right_classes
 from spmd_engine.models import two_layers
-from spmd_engine.training import Hook, Observer, Run, Trainer
+from spmd_engine.training import Hook, Observer, Run, TrainConfig, Trainer
 from spmd_engine.training.run_folder import run_folder
 from support.linear_engine import Linear
 from support.strangers import Bare
@@ -475,22 +475,22 @@ def test_weights_as_attributes_are_named_in_the_line_that_is_missing():
 
 OF_WRONG_TYPES = {
     "grad_clip is '1'; give the largest norm": lambda: losses(grad_clip="1"),
-    r"Trainer.run\('3'\): give the number of steps": lambda: Trainer(own(), SGD(), None, None).run("3"),
+    "Trainer.run: steps is '3'; give the number of steps": lambda: Trainer(own(), SGD(), None, None).run("3"),
     "SGD: momentum is '0.9'; give a number": lambda: SGD("0.9"),
-    "SGD: momentum is nan; give a number from 0 on, and below 1": lambda: SGD(float("nan")),
+    "SGD: momentum is nan; give a number": lambda: SGD(float("nan")),
     "unknown activation 'swoosh'; there are: gelu": lambda: layers.MLP(4, 8, activation="swoosh"),
     "unknown activation 'swish'; there are: silu|did you mean": lambda: layers.GatedMLP(4, 8, activation="swish"),
-    "Parameter: std is -1; give a number from 0 on": lambda: layers.Parameter("d", std=-1),
-    "Parameter: dims is a int; give letters": lambda: layers.Parameter(3),
+    "Parameter: std is -1; it must be from 0": lambda: layers.Parameter("d", std=-1),
+    "Parameter: dims is 3; give letters": lambda: layers.Parameter(3),
     "Activation.*: dims are letters with blanks between them, as in .b s d": lambda: layers.Activation("bsd"),
-    "dropout is 2.0; give a number from 0 on, and below 1": lambda: layers.Positions(4, 4, dropout=2.0),
-    "Window.size=0.*size must be at least 1": lambda: layers.MaxPool(("c", 4), 0),
-    "reshard: mesh is a str; give a Mesh": lambda: LayeredEngine(two_layers(2, 3)).reshard("data=2"),
+    "Positions: dropout is 2.0; it must be from 0 below 1": lambda: layers.Positions(4, 4, dropout=2.0),
+    "MaxPool: kernel is 0; it must be from 1": lambda: layers.MaxPool((8, 8), 0),
+    "reshard: mesh is 'data=2'; give a Mesh": lambda: LayeredEngine(two_layers(2, 3)).reshard("data=2"),
     "describe: sharding is None; give letters with axes": lambda: Mesh().describe((2, 2), None),
     "Run: observers\\[0\\] is the class Observer; give an Observer": lambda: Run("r", trainer(), observers=[Observer]),
     "Trainer: loss is 'mse'; give a function of outputs": lambda: losses(loss="mse"),
-    "SGD: momentum is 1.5; give a number from 0 on, and below 1": lambda: SGD(1.5),
-    "AdamW: epsilon is 0; give a finite number above 0": lambda: AdamW(epsilon=0),
+    "SGD: momentum is 1.5; it must be from 0 below 1": lambda: SGD(1.5),
+    "AdamW: epsilon is 0; give a number above 0": lambda: AdamW(epsilon=0),
     "8 samples in 9 micro-batches: give at most as many parts": lambda: batch_of(X, Y, own(), 9),
     "mean_squared_error: outputs is None; give an array": lambda: mean_squared_error(None, None),
     "cross_entropy: targets is a list of 1; give an array": lambda: cross_entropy(X, [1]),
@@ -507,8 +507,8 @@ OF_WRONG_TYPES = {
     "LayeredEngine: dtype is 'float31'; did you mean 'float32'": lambda: LayeredEngine(
         two_layers(2, 3), dtype="float31"
     ),
-    "WarmupCosine: warmup is -3; give a finite number from 0 on": lambda: WarmupCosine(1.0, 10, -3),
-    r"AdamW: betas\[1\] is 3; give a number from 0 on, and below 1": lambda: AdamW(betas=(0.9, 3)),
+    "WarmupCosine: warmup is -3; it must be from 0": lambda: WarmupCosine(1.0, 10, -3),
+    r"AdamW: betas\[1\] is 3; give two numbers from 0 and below 1": lambda: AdamW(betas=(0.9, 3)),
     "AdamW: betas is 0.9; give two numbers": lambda: AdamW(betas=0.9),
     r"block\('w', ...\): a list of 1 is no array": lambda: own().load_checkpoint({"w": [[1.0]]}),
     "lacks backward, forward, load_checkpoint: define": lambda: make_engine(ShardedEngine, Mesh()),
@@ -520,8 +520,8 @@ OF_WRONG_TYPES = {
     "max_skipped is '3'; give a whole number": lambda: losses(max_skipped="3"),
     r"rate\(0\) returned nan; a learning rate is": lambda: losses(rate=lambda step: float("nan")),
     r"rate\(0\) returned -1; a learning rate is": lambda: losses(rate=lambda step: -1),
-    r"Trainer.run\(-1\): give the number of steps": lambda: Trainer(own(), SGD(), None, None).run(-1),
-    r"Trainer.run\(1.5\): give the number of steps": lambda: Trainer(own(), SGD(), None, None).run(1.5),
+    r"Trainer.run: steps is -1; give the number of steps": lambda: Trainer(own(), SGD(), None, None).run(-1),
+    r"Trainer.run: steps is 1.5; give the number of steps": lambda: Trainer(own(), SGD(), None, None).run(1.5),
     "load_checkpoint: folder is a Linear; give the path of a run, before": lambda: load_checkpoint(own(), "folder"),
     "load_checkpoint: params is None; give a mapping": lambda: LayeredEngine(two_layers(2, 3)).load_checkpoint(None),
     "load_pretrained: path is None; give that of": lambda: load_pretrained(LayeredEngine(two_layers(2, 3)), None),
@@ -529,7 +529,20 @@ OF_WRONG_TYPES = {
     "'' is no name of a run; give one": lambda: run_folder(""),
     "'..' is no name of a run; give one": lambda: run_folder(".."),
     r"'a\\x00b' is no name of a run; give one": lambda: run_folder("a\0b"),
-    "Linear: d has size 0; it must be from 1": lambda: layers.Linear(("d", 0), ("f", 3)),
+    r"Linear: inputs\[1\] is 0; give a letter and its size": lambda: layers.Linear(("d", 0), ("f", 3)),
+    "WarmupCosine: warmup is 11; give at most the number of steps, 10": lambda: WarmupCosine(1.0, 10, 11),
+    "mean_squared_error: count is 0; give the number of terms": lambda: mean_squared_error(X, X, count=0),
+    "cross_entropy: count is -1; give the number of terms": lambda: cross_entropy(X, np.zeros(8, int), count=-1),
+    "mean_squared_error: mask is a list of 1; give an array": lambda: mean_squared_error(X, X, mask=[1]),
+    "Ledger.total: operation is 'all_reduc'; did you mean 'all_reduce'": lambda: Mesh().ledger.total("all_reduc"),
+    "Mesh: check is 'no'; give True or False": lambda: Mesh(check="no"),
+    "TrainConfig.read: path is 1; give a text or a Path": lambda: TrainConfig.read(1),
+    r"Conv2d: kernel is a tuple of 3; give a whole number or": lambda: layers.Conv2d(
+        ("c", 2), ("f", 2), (8, 8), (1, 2, 3)
+    ),
+    'Activation\\("b b"\\): give each dim a letter of its own': lambda: layers.Activation("b b"),
+    "Activation: where is 'insde'; did you mean 'inside'": lambda: layers.Activation("b", where="insde"),
+    "BatchNorm: epsilon is -1; it must be from 0": lambda: layers.BatchNorm(("c", 2), epsilon=-1),
     "mesh axis 'a b': a name has letters": lambda: Mesh(**{"a b": 1}),
     "Mesh: timeout is -1; give seconds above 0": lambda: Mesh(timeout=-1),
     "over=3: name mesh axes, of data": lambda: Mesh().all_reduce(X, over=3),
@@ -547,7 +560,7 @@ OF_WRONG_TYPES = {
     ),
     "save_checkpoint: folder is a Linear; give the path of a run, before": lambda: save_checkpoint(own(), "folder"),
     "Residual: inner is a list of 1; give a layer": lambda: Residual(LayerNorm(4), [LayerNorm(4)]),
-    "Attention: width is a str; give a number": lambda: Attention("8", 2),
+    "Attention: width is '8'; give a whole number": lambda: Attention("8", 2),
     "Residual: missing a required argument: 'inner'; it takes": lambda: Residual(LayerNorm(4)),
     "AttentionConfig has no field 'windw'; did you mean 'window'": lambda: Attention(8, 2, windw=4),
     'einsum "bd,df->bf": operand 0 is a list of 1; make it an array': lambda: einsum("bd,df->bf", [[1.0]], Y[:1]),

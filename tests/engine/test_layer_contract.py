@@ -527,8 +527,8 @@ def test_a_layer_in_a_layer_is_named_with_both():
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([("own", Gated)], r"layers are pairs, of a name and a Layer; one is \('own', <class"),
-        ([Gated()], "layers are pairs, of a name and a Layer; one is <"),
+        ([("own", Gated)], r"Model: layers\[1\]\[1\] is the class Gated; give pairs of a name and a Layer"),
+        ([Gated()], r"Model: layers\[1\] is a Gated; give pairs of a name and a Layer"),
         ([("own", Gated()), ("own", Gated())], "two layers are called 'own'; give each a name of its own"),
     ],
 )
@@ -569,16 +569,16 @@ def of_one(layer, inputs="b d", loss=mean_squared_error):
 
 
 REFUSED = {
-    r"Linear: 5 is no letter with its size; write both, as in \(\"d\", 64\)": lambda: Linear(5, 3),
-    r"Linear: \('d', '5'\) is no letter with its size": lambda: Linear(("d", "5"), ("f", 3)),
-    "MLP.sizes is {'d': 4.5, 'f': 8}: give each letter a whole number": lambda: MLP(4.5, 8),
-    "Embedding.sizes is {'v': -3, 'd': 4}": lambda: Embedding(-3, 4),
-    "LayerNorm.sizes is {'d': '4'}: give each letter a whole number from 1": lambda: LayerNorm("4"),
-    "GatedMLP.sizes is {'d': 4, 'f': 0}": lambda: GatedMLP(4, 0),
+    r"Linear: inputs is 5; give a letter and its size, as \(\"d\", 64\)": lambda: Linear(5, 3),
+    r"Linear: inputs\[1\] is '5'; give a letter": lambda: Linear(("d", "5"), ("f", 3)),
+    "MLP: width is 4.5; give a whole number": lambda: MLP(4.5, 8),
+    "Embedding: vocabulary is -3; it must be from 1": lambda: Embedding(-3, 4),
+    "LayerNorm: width is '4'; give a whole number": lambda: LayerNorm("4"),
+    "GatedMLP: hidden is 0; it must be from 1": lambda: GatedMLP(4, 0),
     "Chain: give pairs of a name and a layer": Chain,
     "m: inputs is 'bd'; write letters with blanks between": lambda: of_one(Linear(("d", 5), ("f", 3)), "bd"),
-    "m: inputs is \\['b', 'd'\\]; write letters": lambda: of_one(Linear(("d", 5), ("f", 3)), ["b", "d"]),
-    "m: loss is None; give a function": lambda: of_one(Linear(("d", 5), ("f", 3)), loss=None),
+    "Model: inputs is a list of 2; give a text": lambda: of_one(Linear(("d", 5), ("f", 3)), ["b", "d"]),
+    "Model: loss is None; give a function": lambda: of_one(Linear(("d", 5), ("f", 3)), loss=None),
     r"inputs \[b d\] must be an array of these dims, not a list of 1": lambda: LayeredEngine(
         two_layers(8, 16), mesh_of_one()
     ).forward([[1.0] * 8]),

@@ -22,6 +22,12 @@ def test_fails_on_one_rank():
 def test_skipped():
     pytest.skip("not today")
 """
+CRASH_AT_EXIT = """
+@two_ranks
+def test_last():
+    import atexit
+    atexit.register(os._exit, 5)
+"""
 EVERY_WAY_TO_END = (
     SOME_ENDS
     + """
@@ -46,18 +52,10 @@ def test_hangs():
 )
 
 
-CRASH_AT_EXIT = """
-@two_ranks
-def test_last():
-    import atexit
-    atexit.register(os._exit, 5)
-"""
-
-
 @pytest.mark.parametrize(
     "text, failing",
     [
-        pytest.param(SOME_ENDS, ["fails_on_one_rank"], id="some"),
+        pytest.param(SOME_ENDS + CRASH_AT_EXIT, ["fails_on_one_rank"], id="some, and a crash after the last test"),
         pytest.param(
             EVERY_WAY_TO_END,
             ["fails_while_others_wait", "fails_on_one_rank", "killed", "hangs"],
@@ -70,21 +68,19 @@ def test_parent_reports_every_end_and_goes_on(run_parent, sample, text, failing)
     run = run_parent("--with-mpi", "-v", sample(text))
     told = dict(re.findall(r"::test_(\w+) ([A-Z]+)", run.stdout.partition("= FAILURES =")[0]))
     others = {"serial": "PASSED", "passes": "PASSED", "skipped": "SKIPPED"}
+    crash = text.endswith(CRASH_AT_EXIT)
+    others |= {"last": "ERROR"} if crash else {}  # passed, and then the job ended
     assert told == others | dict.fromkeys(failing, "FAILED"), run.stdout
     assert run.returncode == 1
-    assert re.search(rf"= {len(failing)} failed, 2 passed, 1 skipped in .* =+\n$", run.stdout)
-    assert run.stdout.count("2 passed") == 1, "one summary, not one a rank"
+    ends = f"{len(failing)} failed, {2 + crash} passed, 1 skipped" + ", 1 error" * crash
+    assert re.search(rf"= {ends} in .* =+\n$", run.stdout), run.stdout
+    assert run.stdout.count(f"{2 + crash} passed") == 1, "one summary, not one a rank"
+    assert ("ended with exit code 5 after the teardown" in run.stdout) == crash
     assert "rank 1 of 2: AssertionError: not what rank 1 wants" in run.stdout
     if "hangs" in failing:
         assert "no outcome from ranks [0]" in run.stdout, "who waited for the rank that failed"
         assert "in test_hangs" in run.stdout, "where the ranks hang"
         assert "No end of the call within 1 s" in run.stdout, "and not only when the usual limit is over"
-
-
-def test_parent_reports_a_crash_after_the_last_test(run_parent, sample):
-    run = run_parent("--with-mpi", "-q", sample(CRASH_AT_EXIT))
-    assert "1 passed, 1 error" in run.stdout.splitlines()[-1]
-    assert "ended with exit code 5 after the teardown" in run.stdout
 
 
 @pytest.mark.soak

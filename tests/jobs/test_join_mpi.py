@@ -149,7 +149,7 @@ def test_ranks_killed_before_the_merge_leave_the_job_as_it_was(jobs, tmp_path, m
     if moment == "asks":
         program += "Entrance._ask = lambda self, ask=Entrance._ask: (ask(self), os.kill(os.getpid(), signal.SIGKILL))\n"
     else:
-        program += "from spmd_engine.comm.communicators.mpi_port import MPIPort\n"
+        program += "from spmd_engine.comm.communicators.mpi import MPIPort\n"
         program += "MPIPort.receive = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
     (tmp_path / "dies.py").write_text(program + "from spmd_engine.jobs import join\njoin('./run')\n")
     killed = jobs.start("dies", 2, ["dies.py"], {})

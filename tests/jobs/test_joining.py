@@ -31,7 +31,7 @@ from spmd_engine.arrays.products import NUMPY, in_use
 from spmd_engine.checkpoints.format.folder import RunLock
 from spmd_engine.comm.communicators.threads import current_thread_communicator, solo
 from spmd_engine.errors import UsageError
-from spmd_engine.jobs import join, joined_run
+from spmd_engine.jobs import join, run_job
 from spmd_engine.planning.machine import product_choice
 from spmd_engine.training import Trainer, loss_scale, workload
 from support.random_jobs import losses_in
@@ -229,7 +229,7 @@ def test_other_data_are_refused_by_the_ranks_themselves(tmp_path):
 
 def test_another_version_is_refused_by_the_job(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joined_run, "facts_of", lambda config: {**facts_of(config), "spmd_engine": "0.1"})
+        patch.setattr(run_job, "facts_of", lambda config: {**facts_of(config), "spmd_engine": "0.1"})
         why = refusal(tmp_path / "run", small_job(tmp_path, mesh={"data": 2}, steps=8))
     assert 'refused: spmd_engine is "0.1", and "0.2.0" in the running job' in why
 

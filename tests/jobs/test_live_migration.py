@@ -373,7 +373,7 @@ def run_with(faults, monkeypatch, folder, steps):
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(FAULTS[::23], id="5 points, on one rank each"),
+        pytest.param(FAULTS[::37], id="3 points, on one rank each"),
         pytest.param(FAULTS, id="36 points, on each rank", marks=pytest.mark.soak),
     ],
 )

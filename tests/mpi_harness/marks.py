@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
@@ -21,6 +22,7 @@ class Needs:
         return size == self.ranks if self.ranks else size >= self.min_size
 
 
+@cache  # several events of each test ask
 def needs(item):
     """The Needs of an MPI test, None for a serial one."""
     mark = item.get_closest_marker("mpi")
@@ -32,6 +34,7 @@ def needs(item):
         raise pytest.UsageError(f"{item.nodeid}: mark mpi: {error}") from None
 
 
+@cache
 def limit_s(item):
     """The limit of each of setup, test and teardown. Serial tests also have pytest-timeout, which ends them earlier."""
     usual, asked = float(os.environ.get("SPMD_TEST_TIMEOUT", 60)), needs(item)

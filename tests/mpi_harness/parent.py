@@ -55,10 +55,11 @@ class Parent:
         if self.crew is None:
             self.crew = Crew(item.config, list(self.remote.values()), self.jobs)
         reports = self.crew.reports_of(item)
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        location = reports[0].location  # that of the item would be searched for in its file
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=location)
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=location)
         return True
 
     def pytest_sessionfinish(self):

@@ -1,5 +1,6 @@
 """The pytest plugin: a parent or a rank under --with-mpi, and `mpi_run` for tests of command lines."""
 
+import gc
 import os
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ from .marks import Needs
 from .parent import Parent
 from .ranks import Ranks
 from .serial import Serial
+from .worker import GARBAGE
 
 
 def pytest_addoption(parser):
@@ -34,6 +36,7 @@ def pytest_configure(config):
             plugins.unregister(plugin)
     # Without pytest-mpi there are no such options.
     if config.getoption("--with-mpi", False) or config.getoption("--only-mpi", False):
+        gc.set_threshold(GARBAGE)
         rank, folder = launcher_rank() if is_launched() else None, os.environ.pop("SPMD_TEST_FOLDER", None)
         folder = folder and Path(folder)
         if rank is not None:

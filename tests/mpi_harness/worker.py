@@ -8,7 +8,7 @@ import os
 import time
 
 START_S = 180  # from the launch to the first test
-GARBAGE = 5000  # allocations minus deallocations that start a collection of the youngest generation; 700 by default
+GARBAGE = 10_000  # allocations minus deallocations that start a collection of the youngest generation; 700 by default
 LATE_S = 1  # tolerance of a limit, since setting it starts a thread, three times per small test
 
 
@@ -37,7 +37,6 @@ class Worker:
         """Exclude imported and collected objects from garbage collection, which saves a twentieth of all time."""
         gc.collect()
         gc.freeze()
-        gc.set_threshold(GARBAGE)
 
     def _note(self, own):
         """Write this rank's own outcome: the only record of a phase in which the job ends."""

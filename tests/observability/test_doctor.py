@@ -330,7 +330,7 @@ os.execv(sys.executable, [sys.executable, "-c", code.format("sys.modules['numba'
 def test_ranks_with_faults(mpi_run, tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     package = Path(facts_of_rank.__code__.co_filename).parents[1]
-    shutil.copytree(package, tmp_path / "other" / "spmd_engine", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(package, tmp_path / "other" / "spmd_engine")
     (tmp_path / "other" / "spmd_engine" / "axes.py").open("a").write("# of another version\n")
     result = mpi_run(2, "broken.py", env=ONE_THREAD | {"SLURM_NTASKS": "4"}, cwd=tmp_path)
     found = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}

@@ -85,7 +85,7 @@ def test_a_page_holds_the_run(trained, here, tmp_path):
     assert f"{steps[0]['bytes_sent']:,}" in cells or len(predicted["traffic"]) > 1
     assert "All calls and bytes are as predicted." in page.texts["p"]
     record = RunRecord.read(folder)
-    assert record.first("started")["time"][:10] in " ".join(cells) and clock_time(record.seconds) in cells
+    assert record.last("started")["time"][:10] in " ".join(cells) and clock_time(record.seconds) in cells
     assert {"Memory of each rank", "Communication of a step", "Mesh and sharding", "Events"} <= set(page.texts["h2"])
     drawings = "".join(page.texts["title"])
     assert "mesh pipe=2: 2 ranks" in drawings and "1f1b: 2 stages, 2 micro-batches" in drawings

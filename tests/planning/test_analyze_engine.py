@@ -11,9 +11,11 @@ from spmd_engine.engine.distributed import make_engine
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.layers import MLP
 from spmd_engine.models import GPTSize, gpt, two_layers
 from spmd_engine.observability.step import _layers
 from spmd_engine.planning.dry_run.analyze import Samples, analyze, analyze_engine
+from spmd_engine.planning.dry_run.engine import kind_of
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training import Trainer
@@ -130,3 +132,17 @@ def test_an_engine_of_as_distributed_is_analyzed():
 def test_a_dry_run_counts_parameters_of_the_job_s_dtype():
     analysis = analyze_engine(Drawn, {"data": 1}, Samples((3,), (2,), 4))
     assert [shard.dtype for shard in analysis.classes[0].step.shards] == ["float32"]
+
+
+def test_layers_are_equal_by_their_content_even_if_it_contains_itself():
+    def made(table):
+        def recursive(n):
+            return recursive(n - 1)
+
+        layer = MLP(4, 8)
+        layer.function, layer.table, layer.xp, layer.itself = recursive, table, np, layer
+        return layer
+
+    kind = kind_of(made(np.arange(3)))
+    assert kind == kind_of(made(np.arange(3))) and hash(kind)
+    assert kind != kind_of(made(np.arange(1, 4)))

@@ -6,13 +6,13 @@ from math import inf
 
 import pytest
 
-from spmd_engine.cli.plan.page import print_plan
+from spmd_engine.cli.plan import print_plan
 from spmd_engine.models import GPTSize, gpt
-from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import read_machine
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search import plan_search as module
-from spmd_engine.planning.search import reasons
+from spmd_engine.planning.search import search
 from spmd_engine.planning.search.improve import SIMULATION, Budget, improved
 from spmd_engine.planning.search.search import Limits
 from support.pairwise import in_turn
@@ -137,13 +137,13 @@ def test_what_has_begun_ends_soon_after_the_time_limit(limits, clock, monkeypatc
 
 def test_a_conflict_contains_a_limit_that_the_closest_plan_breaks(monkeypatch):
     """Sets of constraints that the closest plan keeps are not searched."""
-    searched, are_possible = [], reasons._are_possible
+    searched, are_possible = [], search._are_possible
 
     def recorded(constraints):
         searched.append(constraints.limits.names)
         return are_possible(constraints)
 
-    monkeypatch.setattr(reasons, "_are_possible", recorded)
+    monkeypatch.setattr(search, "_are_possible", recorded)
     given = replace(request(20.0, fallback=()), limits=Limits(memory=1 << 30, latency=1e-9))
     assert find_plan(given).conflict.constraints == ("latency",)
     assert searched == [["latency"]]

@@ -13,7 +13,7 @@ from spmd_engine.cli import main
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.names import located
 from spmd_engine.planning.machine import product_choice, products
-from spmd_engine.planning.machine.files import calibrated_file, default_machine
+from spmd_engine.planning.machine.machine import calibrated_file, default_machine
 from spmd_engine.planning.machine.product_choice import choose_products
 from spmd_engine.planning.machine.products import kept_rates, measure_products, rates_file
 

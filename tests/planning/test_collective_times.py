@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
-from spmd_engine.planning.simulator.collective_time import CollectiveTimes
+from spmd_engine.planning.simulator.times import CollectiveTimes
 
 LATENCY, BANDWIDTH, RANKS = 1e-4, 1e9, 16
 NODE = NodeKind("node", RANKS, 1, {"float32": Curve.flat(1e10)}, 1e10, Curve.flat(1e10), Link(1e-6, 1e12), cores=1.0)

@@ -13,10 +13,9 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import Computation, Phases, Product, Products
 from spmd_engine.planning.machine import measure
-from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
-from spmd_engine.planning.machine.machine import Curve, Fitted
-from spmd_engine.planning.simulator.compute_time import ComputeTimes, bytes_of
+from spmd_engine.planning.machine.machine import Curve, Fitted, parse_machine, read_machine, toml_of
 from spmd_engine.planning.simulator.step_evaluation import evaluate_step
+from spmd_engine.planning.simulator.times import ComputeTimes, bytes_of
 from support.script_module import script
 
 

@@ -20,6 +20,7 @@ from spmd_engine.planning.search.search import Limits
 from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.planning.search.shares import state_shares
 
+pytestmark = pytest.mark.usefixtures("few_evaluations")
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "gpt-nano")
 MIB = 1 << 20
 

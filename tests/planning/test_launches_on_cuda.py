@@ -3,7 +3,7 @@
 import numpy as np
 
 from spmd_engine import Mesh, batch_of
-from spmd_engine.arrays.meta.device import DeviceShapes
+from spmd_engine.arrays.meta.backend import DeviceShapes
 from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.build import build_engine

@@ -3,9 +3,8 @@
 import pytest
 
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.machine.files import PACKAGED, parse_machine, read_machine, toml_of
-from spmd_engine.planning.machine.machine import Curve
-from spmd_engine.planning.simulator.compute_time import rounds_of_tiles
+from spmd_engine.planning.machine.machine import PACKAGED, Curve, parse_machine, read_machine, toml_of
+from spmd_engine.planning.simulator.times import rounds_of_tiles
 
 NODE = """
 name = "m"

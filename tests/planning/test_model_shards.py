@@ -12,7 +12,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
 from spmd_engine.planning.dry_run.analyze import Samples, analyze, analyze_engine
 from spmd_engine.planning.dry_run.model_shards import model_shards
-from spmd_engine.planning.machine.files import parse_machine, toml_of
+from spmd_engine.planning.machine.machine import parse_machine, toml_of
 from spmd_engine.planning.search.placement import annealed, tasks_of
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE

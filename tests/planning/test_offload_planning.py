@@ -15,8 +15,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
 from spmd_engine.planning import analyze, plan
 from spmd_engine.planning.dry_run.step_analysis import Computation, Phases
-from spmd_engine.planning.machine.files import parse_machine, read_machine, toml_of
-from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.machine.machine import Machine, parse_machine, read_machine, toml_of
 from spmd_engine.planning.search import plan_search
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.search_space import Candidate
@@ -118,7 +117,8 @@ def test_offloading_is_planned_where_it_is_faster_than_recomputation(quick_disk,
         return search(model, space, limits, goal, budget, **options)
 
     monkeypatch.setattr(plan_search, "search", counted)
-    limits = {"memory": "130MiB", "seconds": 3, "axes": ["data"], "fixed": {"micro_batches": 4}}
+    monkeypatch.setattr(plan_search, "EVALUATIONS", 4000)
+    limits = {"memory": "130MiB", "axes": ["data"], "fixed": {"micro_batches": 4}}
     result = plan("gpt-mini", ranks=2, machine=quick_disk, batch_size=8, **limits)
     assert result.plan.candidate.recompute == "none" and result.composition.offload
     assert result.reasons[0].startswith("zero")
@@ -168,9 +168,10 @@ def quick_disk() -> Machine:
     )
 
 
-def test_offloading_is_planned_where_nothing_else_fits(quick_disk):
+def test_offloading_is_planned_where_nothing_else_fits(quick_disk, monkeypatch):
+    monkeypatch.setattr(plan_search, "EVALUATIONS", 4000)
     options = {"machine": quick_disk, "batch_size": 8}
-    limits = {"memory": "100MiB", "seconds": 3, "axes": ["data"], "fixed": {"micro_batches": 4, "zero": 1}}
+    limits = {"memory": "100MiB", "axes": ["data"], "fixed": {"micro_batches": 4, "zero": 1}}
     result = plan("gpt-mini", ranks=2, **limits, **options)
     assert result.reasons[0] == f"offload {result.composition.offload}: nothing fits without"
     assert f"--offload {result.composition.offload}" in result.command

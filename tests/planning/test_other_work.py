@@ -11,8 +11,8 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import Computation, Phases, Product, Products
-from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.simulator.compute_time import ComputeTimes, bytes_of
+from spmd_engine.planning.machine.machine import read_machine
+from spmd_engine.planning.simulator.times import ComputeTimes, bytes_of
 
 LAYERS, WIDTH, HEADS, SEQUENCE, VOCABULARY, SAMPLES = 2, 64, 4, 32, 256, 3
 SIZES = Transformer(LAYERS, WIDTH, HEADS, SEQUENCE, VOCABULARY)

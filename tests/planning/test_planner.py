@@ -15,20 +15,20 @@ from spmd_engine.models import GPT_SIZES, GPTSize, gpt
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze, plan
-from spmd_engine.planning.explain import explain
-from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
+from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind, read_machine
 from spmd_engine.planning.plan_result import Request
-from spmd_engine.planning.planner import find_plan, fixed_plan, planned_model
+from spmd_engine.planning.planner import explain, find_plan, fixed_plan, planned_model
+from spmd_engine.planning.search import plan_search
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.plan_search import PlanSearch, evaluate_plan
-from spmd_engine.planning.search.reasons import gains
-from spmd_engine.planning.search.search import Limits
+from spmd_engine.planning.search.search import Limits, gains
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
 from spmd_engine.planning.simulator.check_prediction import steps_of
 from spmd_engine.units import readable_bytes
 
+pytestmark = pytest.mark.usefixtures("few_evaluations")
+EVALUATIONS = plan_search.EVALUATIONS
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "small")
 
 
@@ -36,6 +36,12 @@ def request_for(memory=None):
     """On two ranks, by data parallelism alone: the fewest candidates that differ in time and in memory."""
     limits = Limits(memory=memory)
     return Request(SMALL, read_machine("a100"), [2], [8], limits=limits, axes=["data"], fallback=None)
+
+
+@pytest.fixture
+def all_evaluations(monkeypatch):
+    """For tests in which few do not suffice."""
+    monkeypatch.setattr(plan_search, "EVALUATIONS", EVALUATIONS)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +74,7 @@ def test_all_shown_plans_are_simulated_and_none_is_faster(unlimited_plan):
     assert all(each["simulated"] for each in unlimited_plan.as_json()["front"])
 
 
-def test_a_plan_that_only_the_simulation_finds_faster_is_chosen(monkeypatch):
+def test_a_plan_that_only_the_simulation_finds_faster_is_chosen(all_evaluations, monkeypatch):
     """Four micro-batches, which estimates rank far behind: here their simulated step takes almost no time."""
 
     def quick(model, machine, candidate, *others, **options):
@@ -285,8 +291,8 @@ def described(html):
     return " ".join(ElementTree.fromstring(f"<div>{html}</div>").itertext())
 
 
-def test_a_plan_shows_itself():
-    options = {"machine": "cpu", "batch_size": 8, "seconds": 1}
+def test_a_plan_shows_itself(all_evaluations):
+    options = {"machine": "cpu", "batch_size": 8}
     found = described(plan(ModelConfig("two-layers").build(ParallelConfig()), ranks=2, **options)._repr_html_())
     assert "python -m spmd_engine train --model" in found and "the step, as predicted" in found
     given = described(plan("two-layers", mesh={"data": 2}, **options)._repr_html_())
@@ -319,9 +325,9 @@ def test_the_closest_plan_of_a_search_without_time_exceeds_its_limit_least():
 @pytest.mark.parametrize(
     "limits", [{"compute": 1e-5}, pytest.param({"bandwidth": 1.0}, marks=pytest.mark.soak)], ids=str
 )
-def test_the_relaxation_of_a_limit_is_the_smallest_of_all_plans(limits):
+def test_the_relaxation_of_a_limit_is_the_smallest_of_all_plans(all_evaluations, limits):
     machine, limits = read_machine("cpu").with_ranks(2), Limits(**limits)
-    request = Request(build_model("mlp"), machine, [2], [16], limits=limits, fallback=None)
+    request = Request(build_model("mlp"), machine, [2], [4], limits=limits, fallback=None)
     (name,) = limits.names
     _, way = PlanSearch(request).run().conflict.relaxations[name]
     every = PlanSearch(request)

@@ -8,7 +8,7 @@ from spmd_engine.engine.model_config import ModelConfig
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
-from spmd_engine.planning.machine.files import default_machine
+from spmd_engine.planning.machine.machine import default_machine
 from spmd_engine.planning.simulator.check_prediction import predicted_sums
 from spmd_engine.planning.simulator.simulation import simulate
 from spmd_engine.training import Trainer

@@ -11,7 +11,7 @@ import pytest
 from other_systems.description import Transformer, read_system
 from other_systems.work import SystemUpdate, model_of
 
-from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import read_machine
 from spmd_engine.planning.search.cost_model import CostModel
 from spmd_engine.planning.search.search_space import Candidate
 

@@ -14,10 +14,9 @@ from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind, Topology
 from spmd_engine.planning.plan_result import PlanFile, Request
 from spmd_engine.planning.planner import find_plan
-from spmd_engine.planning.search import rank_order
+from spmd_engine.planning.search import placement, plan_search
 from spmd_engine.planning.search.improve import Budget
-from spmd_engine.planning.search.placement import Tasks, annealed, evolved
-from spmd_engine.planning.search.rank_order import RankOrders, best_orders, proposed_orders
+from spmd_engine.planning.search.placement import RankOrders, Tasks, annealed, best_orders, evolved, proposed_orders
 from spmd_engine.planning.simulator.simulation import simulate
 
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "gpt-nano")
@@ -116,7 +115,7 @@ def drawn_machine(seed):
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.soak] * (seed != 4)) for seed in range(50)])
 def test_orders_near_to_proposed_ones_are_within_two_percent_of_the_best_of_all(seed, monkeypatch):
-    monkeypatch.setattr(rank_order, "MOST_TRIED", 0)
+    monkeypatch.setattr(placement, "MOST_TRIED", 0)
     machine, analysis = drawn_machine(seed), analyzed(seed // 4 % 4)
     orders, seconds = RankOrders(machine, analysis.axes), {}
 
@@ -170,7 +169,7 @@ def test_a_machine_in_another_order_is_the_same_machine():
 def request_for(machine, **changes):
     fixed = {"mesh": None, "micro_batches": 4, "schedule": "1f1b", "recompute": "none"}
     fixed |= changes.pop("fixed", {})
-    return Request(SMALL, machine, [3], [4], axes=["pipe"], fixed=fixed, sequence=32, seconds=4, **changes)
+    return Request(SMALL, machine, [3], [4], axes=["pipe"], fixed=fixed, sequence=32, **changes)
 
 
 def searched(machine, **changes):
@@ -178,8 +177,9 @@ def searched(machine, **changes):
     return find_plan(replace(request, fixed={name: value for name, value in request.fixed.items() if value}))
 
 
-def test_a_plan_has_the_order_and_the_stages_of_the_best_of_all_orders(tmp_path):
+def test_a_plan_has_the_order_and_the_stages_of_the_best_of_all_orders(tmp_path, monkeypatch):
     """The link between the first two nodes is slow, so they are not neighbours in the pipeline."""
+    monkeypatch.setattr(plan_search, "EVALUATIONS", 4000)
     nodes = node("slow", 1, 1e10), node("quick", 1, 6e10), node("mean", 1, 3e10)
     machine = Machine("three", nodes, Link(5e-5, 1e9), {(0, 1): Link(1e-2, 1e7)})
     listed, found = searched(machine, placement="order"), searched(machine)
@@ -196,7 +196,8 @@ def test_a_plan_has_the_order_and_the_stages_of_the_best_of_all_orders(tmp_path)
     assert f"--rank-order {file.composition.rank_order}" in found.command
 
 
-def test_the_rank_with_little_memory_gets_a_stage_that_needs_less():
+def test_the_rank_with_little_memory_gets_a_stage_that_needs_less(monkeypatch):
+    monkeypatch.setattr(plan_search, "EVALUATIONS", 1500)
     roomy = searched(Machine("equal", (node("a", 3, 1e10),), Link(5e-5, 1e9)))
     peaks = roomy.evaluation.analysis.peak_bytes_by_rank()
     needy = peaks.index(max(peaks))
@@ -221,13 +222,12 @@ def test_an_order_must_have_each_rank_once():
     assert issubclass(MeshError, UsageError)
 
 
-def test_the_goal_communication_sends_least():
+def test_the_goal_communication_sends_least(monkeypatch):
+    monkeypatch.setattr(plan_search, "EVALUATIONS", 1500)
     machine = Machine("pair", (node("a", 1, 1e10), node("b", 1, 1e10)), Link(5e-5, 1e8))
     fixed = {"recompute": "none", "micro_batches": 2}
     quickest, least = (
-        find_plan(
-            Request(SMALL, machine, [2], [4], goal=goal, fixed=fixed, axes=["data", "pipe"], sequence=32, seconds=2)
-        )
+        find_plan(Request(SMALL, machine, [2], [4], goal=goal, fixed=fixed, axes=["data", "pipe"], sequence=32))
         for goal in ("latency", "communication")
     )
     assert least.evaluation.bytes_sent < quickest.evaluation.bytes_sent

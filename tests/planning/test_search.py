@@ -13,15 +13,22 @@ from spmd_engine.engine.schedules.schedule import makespan, peak_activations, ti
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze, plan
-from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import read_machine
 from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.search.cost_model import CostModel
-from spmd_engine.planning.search.estimate import best_division
+from spmd_engine.planning.search.estimate import Slots, best_division
 from spmd_engine.planning.search.improve import Budget
-from spmd_engine.planning.search.reasons import Constraints, conflict_of
-from spmd_engine.planning.search.search import GOALS, Limits, objective, objective_bound, pareto, search
+from spmd_engine.planning.search.search import (
+    GOALS,
+    Constraints,
+    Limits,
+    conflict_of,
+    objective,
+    objective_bound,
+    pareto,
+    search,
+)
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, across_nodes, candidates
-from spmd_engine.planning.simulator.slots import Slots
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from spmd_engine.planning.dry_run.step_analysis import (
     RankStep,
     StepAnalysis,
 )
-from spmd_engine.planning.machine.files import parse_machine
+from spmd_engine.planning.machine.machine import parse_machine
 from spmd_engine.planning.simulator.simulation import simulate
 
 TEXT = """

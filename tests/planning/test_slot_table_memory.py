@@ -9,7 +9,7 @@ from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.rank_classes import slot_table_bytes
-from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import read_machine
 from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 
 MODEL = gpt(replace(GPT_SIZES["gpt-nano"], layers=2), "small")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_engine.planning.machine.files import parse_machine
+from spmd_engine.planning.machine.machine import parse_machine
 from spmd_engine.planning.simulator.check_prediction import compare_trace
 from spmd_engine.planning.simulator.simulation import COMMUNICATION, COMPUTE, Prediction
 from spmd_engine.training.train_config import TrainConfig

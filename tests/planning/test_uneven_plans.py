@@ -15,6 +15,7 @@ from spmd_engine.planning.plan_result import Request
 from spmd_engine.planning.planner import find_plan
 from spmd_engine.planning.search.search_space import SearchSpace, meshes
 
+pytestmark = pytest.mark.usefixtures("few_evaluations")
 MIB = 1 << 20
 #: Its two tables are 8 MiB each with their state, and two heads cannot be on three ranks.
 MODEL = gpt(GPTSize(layers=1, width=32, heads=2, context=16, vocabulary=16000, tied=False))
@@ -32,7 +33,7 @@ def machine(*nodes):
 
 def request_for(small, **changes):
     nodes = machine(("big", 1, 40 * MIB), ("small", 2, small * MIB))
-    return Request(MODEL, nodes, [3], [8], **{"seconds": 0.3, "axes": ["pipe", "data", "model"], **changes})
+    return Request(MODEL, nodes, [3], [8], **{"axes": ["pipe", "data", "model"], **changes})
 
 
 def test_a_stage_is_split_further_for_the_node_that_is_too_small():
@@ -94,8 +95,7 @@ def request_with_a_node_that_is_too_small(fallback):
     """It cannot hold the activations of a sample."""
     model = gpt(GPTSize(layers=1, width=32, heads=2, context=1024, vocabulary=13))
     nodes = machine(("small", 1, 2 * MIB), ("big", 1, 100 * MIB))
-    options = {"seconds": 3.0, "axes": ["data"]}  # ten times what its candidates take
-    return Request(model, nodes, [2], [4], fallback=fallback, **options)
+    return Request(model, nodes, [2], [4], fallback=fallback, axes=["data"])
 
 
 def test_a_helper_rank_relieves_a_node_that_cannot_hold_the_activations_of_a_sample():
@@ -126,4 +126,4 @@ def test_a_conflict_names_the_helper_rank_that_would_help():
 def test_no_rank_helps_where_its_own_memory_does_not_suffice():
     model = gpt(GPTSize(layers=3, width=32, heads=2, context=1024, vocabulary=13))
     nodes = machine(("small", 1, 5 * MIB // 2), ("big", 1, 3 * MIB))
-    assert find_plan(Request(model, nodes, [2], [4], fallback=["assign"], seconds=0.3, axes=["data"])).plan is None
+    assert find_plan(Request(model, nodes, [2], [4], fallback=["assign"], axes=["data"])).plan is None

@@ -14,7 +14,7 @@ from spmd_engine.runtime import join
 from spmd_engine.comm.world import world
 from spmd_engine.runtime.launchers import launcher_rank
 
-join.NOTE_AFTER, join.MOST = 0.5, 1.0
+join.NOTE_AFTER, join.MOST = 0.1, 0.6
 if launcher_rank() == 2:
     join.MOST = 100.0  # it tells nothing, and may not end the job before those that do
 if launcher_rank() != {missing}:

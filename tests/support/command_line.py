@@ -11,7 +11,8 @@ TEXT = ["--data", str(Path(__file__).parents[2] / "docs")]  # a hundredth of the
 
 
 def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    complete, _, _ = (folder / "metrics.jsonl").read_text().rpartition("\n")  # a run may be writing the next line
+    return [*map(json.loads, complete.splitlines())]
 
 
 def limited(size, do):

@@ -30,7 +30,7 @@ import numpy as np
 
 from spmd_engine.arrays import backend as backends
 from spmd_engine.arrays.backend import Backend
-from spmd_engine.arrays.meta.device import LAUNCHES
+from spmd_engine.arrays.meta.backend import LAUNCHES
 from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.comm.connections import connections_of
 from support.cuda_on_host import ELEMENTWISE, REDUCTIONS, HostKernel
@@ -203,7 +203,7 @@ def finish(work: threading.Event) -> None:
 
     Meanwhile the host would go on, to its next wait, in which this rank's other calls advance.
     """
-    until = monotonic() + 20
+    until = monotonic() + 100
     while not work.wait(2e-3):
         rank = current_thread_communicator()
         for operation in tuple(rank.progress._pending) if rank is not None else ():

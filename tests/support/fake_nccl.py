@@ -70,7 +70,7 @@ class NcclCommunicator:
             self.created.append((ndev, rank))
             if len(self._group.ranks) == ndev:
                 self._group.complete.set()
-        if not self._group.complete.wait(20):
+        if not self._group.complete.wait(100):
             raise NcclError("NCCL_ERROR_SYSTEM_ERROR: a rank never came")
 
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):

@@ -6,4 +6,4 @@ from spmd_engine.comm import Group, Ledger
 
 def everyone(check=True):
     """All ranks in the order of the given hosts; a mesh would put the ranks of a node next to each other."""
-    return Group(world(), "world", Ledger(), check=check, timeout=20)
+    return Group(world(), "world", Ledger(), check=check, timeout=100)

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_engine.tokens import ByteTokenizer, long_text
+from spmd_engine.tokens import ByteTokenizer
 
 library = pytest.importorskip("tokenizers")
+from spmd_engine.tokens import hugging_face  # noqa: E402
 from spmd_engine.tokens.gguf import SPLITS  # noqa: E402 (only with the library)
 from spmd_engine.tokens.hugging_face import JsonTokenizer  # noqa: E402
 
@@ -117,16 +118,16 @@ def in_parts(rng, content):
 def windows(monkeypatch):
     """Small windows; how many characters were encoded at once, and how many borders were looked for and found."""
     seen = {"sizes": [], "borders": []}
-    encoded, border = long_text._encoded, long_text._border
-    monkeypatch.setattr(long_text, "WINDOW", 3000)
-    monkeypatch.setattr(long_text, "SHARED", 800)
+    encoded, border = hugging_face._encoded, hugging_face._border
+    monkeypatch.setattr(hugging_face, "WINDOW", 3000)
+    monkeypatch.setattr(hugging_face, "SHARED", 800)
     monkeypatch.setattr(
-        long_text,
+        hugging_face,
         "_encoded",
         lambda inner, some: seen["sizes"].extend(len(text) for _, text in some) or encoded(inner, some),
     )
     monkeypatch.setattr(
-        long_text, "_border", lambda *windows: seen["borders"].append(found := border(*windows)) or found
+        hugging_face, "_border", lambda *windows: seen["borders"].append(found := border(*windows)) or found
     )
     return seen
 

@@ -353,7 +353,8 @@ def test_templates_find_what_transformers_gives_them(template, expected):
         ("{{ 'a' | center(10 ** 11) }}", "it needs more than"),
         ("{{ '%100000000000d' | format(1) }}", "it needs more than"),
         (
-            "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+            # 32 times as long each time, so that little memory is filled before it does not suffice
+            "{% set n = namespace(s='ab') %}" + FOR + "{% set n.s = n.s" + 31 * " ~ n.s" + " %}" + END,
             "it needs more",
         ),
         ("{{ 'a' * 2 ** 25 }}", "it has more than 16,777,216 characters"),

@@ -80,9 +80,6 @@ class ShapedArray(NDArrayOperatorsMixin):
     def swapaxes(self, one: int, other: int) -> ShapedArray:
         return self._view(self._like.swapaxes(one, other))
 
-    def squeeze(self, axis: Any = None) -> ShapedArray:
-        return self._view(self._like.squeeze(axis))
-
     def view(self, dtype: Any) -> ShapedArray:
         return self._view(self._like.view(dtype))
 
@@ -97,9 +94,6 @@ class ShapedArray(NDArrayOperatorsMixin):
             if prod(lengths) != self.size:
                 raise
             return self._copied(lengths, self.dtype)
-
-    def ravel(self) -> ShapedArray:
-        return self.reshape(-1)
 
     def __getitem__(self, index: Any) -> ShapedArray:
         if _is_basic(index):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -157,9 +157,7 @@ def _concatenate(arrays: Sequence[Any], axis: Any = 0, out: Any = None, dtype: A
 
 
 def _stack(arrays: Sequence[Any], axis: int = 0, out: Any = None, **_: Any) -> Any:
-    shape = list(arrays[0].shape)
-    shape.insert(axis % (len(shape) + 1), len(arrays))
-    return _result(shape, np.result_type(*(x.dtype for x in arrays)), prod(shape), arrays, out)
+    return _concatenate([np.expand_dims(x, axis) for x in arrays], axis, out)
 
 
 def _where(condition: Any, a: Any, b: Any) -> ShapedArray:
@@ -214,24 +212,11 @@ def _diff(x: Any, n: int = 1, axis: int = -1, **_: Any) -> ShapedArray:
     return _result(shape, x.dtype, n * x.size, (x,))
 
 
-def _outer(a: Any, b: Any, out: Any = None) -> Any:
-    return np.multiply(a.reshape(-1, 1), b.reshape(1, -1), out=out)
-
-
 def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
     if isinstance(axes, int):
         axes = range(a.ndim - axes, a.ndim), range(axes)
-    a_axes, b_axes = ([dims] if isinstance(dims, int) else dims for dims in axes)
-    a_dims, b_dims = list(range(a.ndim)), [a.ndim + dim for dim in range(b.ndim)]
-    for one, other in zip(a_axes, b_axes, strict=True):
-        b_dims[other] = a_dims[one]
-    return np.einsum(_pattern(a_dims, b_dims), a, b)
-
-
-def _pattern(a_dims: Sequence[int], b_dims: Sequence[int]) -> str:
-    """The einsum pattern of two arrays whose dims have these numbers, summed over common numbers."""
-    one, other = ("".join(chr(ord("a") + dim) for dim in dims) for dims in (a_dims, b_dims))
-    return f"{one},{other}->{''.join(letter for letter in one + other if (letter in one) != (letter in other))}"
+    kept = [np.delete(x.shape, dims).tolist() for x, dims in zip((a, b), axes, strict=True)]
+    return _result(kept[0] + kept[1], np.result_type(a.dtype, b.dtype), prod(kept[1]) * a.size, (a, b))
 
 
 def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
@@ -246,17 +231,17 @@ def _written(target: Any, *others: Any, **_: Any) -> None:
 # --- sums and choices
 
 
-def _summing(ufunc: np.ufunc) -> Callable:
+def _summing(dtype_of: Callable) -> Callable:
+    """A function that reduces arrays to this dtype of theirs."""
+
     def reduce(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False, **_: Any) -> Any:
-        keeps = keepdims is True
-        return _reduced(x, axis, keeps, dtype or _reduced_dtype(ufunc, x.dtype), out)
+        return _reduced(x, axis, keepdims is True, dtype or dtype_of(x.dtype), out)
 
     return reduce
 
 
-def _mean(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False, **_: Any) -> Any:
-    keeps = keepdims is True
-    return _reduced(x, axis, keeps, dtype or (x.dtype if x.dtype.kind not in "iub" else np.float64), out)
+def _mean_dtype(dtype: np.dtype) -> Any:
+    return dtype if dtype.kind not in "iub" else np.float64
 
 
 def _cumsum(x: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> Any:
@@ -309,10 +294,6 @@ def _argpartition(x: Any, kth: int, axis: int = -1, **_: Any) -> np.ndarray:
     return np.broadcast_to(np.arange(x.shape[axis]).reshape(shape), x.shape)
 
 
-def _memory(x: Any) -> Any:
-    return getattr(x, "memory", None)
-
-
 VIEWS = (
     np.array_split, np.broadcast_to, np.diagonal, np.expand_dims, np.flip, np.moveaxis, np.split, np.squeeze,
     np.swapaxes, np.transpose, np.lib.stride_tricks.sliding_window_view,
@@ -324,11 +305,11 @@ REDUCTIONS = {
 
 FUNCTIONS: dict[Callable, Callable] = {
     **{function: _viewed(function) for function in VIEWS},
-    **{function: _summing(ufunc) for function, ufunc in REDUCTIONS.items()},
+    **{function: _summing(partial(_reduced_dtype, ufunc)) for function, ufunc in REDUCTIONS.items()},
     **dict.fromkeys((np.roll, np.tril, np.triu, np.sort, np.round), _unchanged),
     **dict.fromkeys((np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask), _written),
     **dict.fromkeys((np.zeros_like, np.ones_like, np.full_like), _filled_like),
-    **dict.fromkeys((np.mean, np.var, np.std), _mean),
+    **dict.fromkeys((np.mean, np.var, np.std), _summing(_mean_dtype)),
     **dict.fromkeys((np.argmax, np.argmin), _argmax),
     np.dot: _dot,
     np.einsum: _einsum,
@@ -343,7 +324,7 @@ FUNCTIONS: dict[Callable, Callable] = {
     np.pad: _pad,
     np.tile: _tile,
     np.diff: _diff,
-    np.outer: _outer,
+    np.outer: lambda a, b, out=None: np.multiply(a.reshape(-1, 1), b.reshape(1, -1), out=out),
     np.tensordot: _tensordot,
     np.clip: _clip,
     np.cumsum: _cumsum,
@@ -357,7 +338,7 @@ FUNCTIONS: dict[Callable, Callable] = {
     np.ndim: lambda x: x.ndim,
     np.size: lambda x, axis=None: x.size if axis is None else x.shape[axis],
     np.copy: lambda x, *_, **__: x.copy(),
-    np.may_share_memory: lambda x, y, *_: _memory(x) is not None and _memory(x) is _memory(y),
+    np.may_share_memory: lambda x, y, *_: getattr(x, "memory", None) is getattr(y, "memory", None) is not None,
 }
 
 

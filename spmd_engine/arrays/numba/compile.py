@@ -80,12 +80,9 @@ def object_code_of(programs: Iterable[str]) -> bytes:
     target: Any = cpu_target.target_context
     _, cpu, features = target.codegen().magic_tuple()
     machine = binding.Target.from_default_triple().create_target_machine(cpu, features, 3, reloc="pic")
-    linked = None
-    for program in programs:
-        part = binding.parse_assembly(program)
-        linked = part if linked is None else linked
-        if part is not linked:
-            linked.link_in(part)
+    linked, *others = map(binding.parse_assembly, programs)
+    for program in others:
+        linked.link_in(program)
     return machine.emit_object(linked)
 
 

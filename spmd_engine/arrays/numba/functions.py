@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from spmd_engine.arrays.factors import adamw_factors, hide
+from spmd_engine.arrays.factors import adamw_factors
 
 #: Functions whose arrays, other than statistics and parameters, may be bfloat16.
 _OF_BFLOAT16 = {
@@ -185,15 +185,10 @@ class FastFunctions:
 
     # Softmax
 
-    def exponentiate(self, scores, shift, mask=None):
-        hide(scores, mask)
-        if scores.ndim == 2:
-            _in_place(self._loops.exponentiate_rows, scores, _spread(shift, (len(scores), 1)))
-        else:
-            changed = contiguous(scores)
-            self.exponentiate_keys(changed, 1.0, shift, changed.dtype)
-            if changed is not scores:
-                scores[...] = changed
+    def exponentiate(self, scores, shift):
+        if scores.ndim != 2:  # attention's have ``exponentiate_keys``
+            return NotImplemented
+        return _in_place(self._loops.exponentiate_rows, scores, _spread(shift, (len(scores), 1)))
 
     def softmax_backward(self, ds, p, projection):
         ds[...] = self.softmax_gradient(contiguous(ds), _spread(p, ds.shape), projection, 1.0, ds.dtype)

@@ -41,7 +41,7 @@ class FastImages:
             y = np.zeros_like(x, np.float32, shape=shape)
             self._loops.depthwise(x, w[:, :, 0], *_numbers(rows), *_numbers(columns), y)
             return y
-        if (m := self._side_by_side(groups, w.shape[3])) > 1:
+        if (m := side_by_side(groups, w.shape[3] // groups, self._places.LANES)) > 1:
             return self.conv2d(x, joined(w, groups, m), rows, columns, groups // m)
         y = np.empty_like(x, np.float32, shape=shape)
         o = shape[3] // groups
@@ -58,7 +58,7 @@ class FastImages:
         if _is_depthwise(w.shape, groups):
             self._loops.depthwise_input(dy, w[:, :, 0], *_numbers(rows), *_numbers(columns), dx)
             return dx
-        if (m := self._side_by_side(groups, i * groups)) > 1:
+        if (m := side_by_side(groups, i, self._places.LANES)) > 1:
             return self.conv2d_input_gradient(dy, joined(w, groups, m), rows, columns, groups // m, lengths)
         w = w.reshape(k, l, i, groups, f // groups).transpose(3, 0, 1, 4, 2)
         for row in range(min(h, rows.stride)):
@@ -80,7 +80,7 @@ class FastImages:
             dw = np.zeros_like(x, np.float32, shape=(k, l, f))
             self._loops.depthwise_weights(x, dy, *_numbers(rows), *_numbers(columns), np.empty_like(dw), dw)
             return dw[:, :, None]
-        if (m := self._side_by_side(groups, f)) > 1:
+        if (m := side_by_side(groups, f // groups, self._places.LANES)) > 1:
             return parted(self.conv2d_weight_gradient(x, dy, rows, columns, groups // m), groups, m)
         o = f // groups
         wide = self._width_of_tiles(o)
@@ -96,10 +96,6 @@ class FastImages:
             self._loops.correlate_weights(x, dy, dw, *windows[0], *windows[1], *memory, right, *places[1:])
         dw = dw.transpose(2, 0, 1, 3).reshape(k * l * i, groups, tiles * wide)
         return _contiguous(dw[:, :, :o]).reshape(shape)
-
-    def _side_by_side(self, groups, outputs):
-        """How many groups to take as one, for this number of ``outputs`` of all groups."""
-        return side_by_side(groups, outputs // groups, self._places.LANES)
 
     def _width_of_tiles(self, outputs):
         """The columns of a tile: narrow ones, of one vector, for outputs that would leave much of wide ones empty."""

@@ -200,20 +200,20 @@ def gelu_value(z: AnyVector, y: AnyVector):
         y[i] = stored(x / (f32(1) + exponential(-x * (f32(2 * GELU_C) + f32(2 * GELU_C * GELU_A) * x * x))), y)
 
 
-# --- layer norm of rows[n d]
+# --- layer norm and RMS norm of rows[n d]
 
 
-@compiled_sums
-def layer_norm(x: AnyRows, scale: Vector, shift: Vector, epsilon: Number, y: AnyRows, normal: AnyRows, inverse: Vector):
-    """y[n d], normal[n d] and inverse[n] of x[n d]."""
+@njit(inline="always")
+def _normalize(x, scale, shift, epsilon, y, normal, inverse, centred):
+    """y[n d], normal[n d] and inverse[n] of x[n d]; the mean is 0, and there is no shift, unless ``centred``."""
     rows, width = x.shape
     share = f32(1) / f32(width)
     for i in range(rows):
-        total = f32(0)
-        for j in range(width):
-            total += wide(x[i, j])
-        mean = total * share
-        squares = f32(0)
+        total = squares = f32(0)
+        if centred:
+            for j in range(width):
+                total += wide(x[i, j])
+        mean = total * share if centred else f32(0)
         for j in range(width):
             squares += (wide(x[i, j]) - mean) * (wide(x[i, j]) - mean)
         factor = f32(1) / np.sqrt(squares * share + epsilon)
@@ -221,12 +221,24 @@ def layer_norm(x: AnyRows, scale: Vector, shift: Vector, epsilon: Number, y: Any
         for j in range(width):
             n = (wide(x[i, j]) - mean) * factor
             normal[i, j] = stored(n, normal)
-            y[i, j] = stored(n * scale[j] + shift[j], y)
+            y[i, j] = stored(n * scale[j] + shift[j] if centred else n * scale[j], y)
 
 
 @compiled_sums
-def layer_norm_backward(dy: AnyRows, normal: AnyRows, inverse: Vector, scale: Vector, dx: AnyRows):
-    """dx[n d] of dy[n d]."""
+def layer_norm(x: AnyRows, scale: Vector, shift: Vector, epsilon: Number, y: AnyRows, normal: AnyRows, inverse: Vector):
+    """y[n d], normal[n d] and inverse[n] of x[n d]."""
+    _normalize(x, scale, shift, epsilon, y, normal, inverse, True)
+
+
+@compiled_sums
+def rms_norm(x: AnyRows, scale: Vector, epsilon: Number, y: AnyRows, normal: AnyRows, inverse: Vector):
+    """y[n d], normal[n d] and inverse[n] of x[n d]."""
+    _normalize(x, scale, scale, epsilon, y, normal, inverse, False)
+
+
+@njit(inline="always")
+def _normalize_backward(dy, normal, inverse, scale, dx, centred):
+    """dx[n d] of dy[n d], of a norm that is ``centred`` or not."""
     rows, width = dy.shape
     share = f32(1) / f32(width)
     for i in range(rows):
@@ -235,9 +247,21 @@ def layer_norm_backward(dy: AnyRows, normal: AnyRows, inverse: Vector, scale: Ve
             g = wide(dy[i, j]) * scale[j]
             total += g
             projection += g * wide(normal[i, j])
-        mean, along, factor = total * share, projection * share, inverse[i]
+        mean, along, factor = total * share if centred else f32(0), projection * share, inverse[i]
         for j in range(width):
             dx[i, j] = stored((wide(dy[i, j]) * scale[j] - mean - wide(normal[i, j]) * along) * factor, dx)
+
+
+@compiled_sums
+def layer_norm_backward(dy: AnyRows, normal: AnyRows, inverse: Vector, scale: Vector, dx: AnyRows):
+    """dx[n d] of dy[n d]."""
+    _normalize_backward(dy, normal, inverse, scale, dx, True)
+
+
+@compiled_sums
+def rms_norm_backward(dy: AnyRows, normal: AnyRows, inverse: Vector, scale: Vector, dx: AnyRows):
+    """dx[n d] of dy[n d]."""
+    _normalize_backward(dy, normal, inverse, scale, dx, False)
 
 
 @compiled
@@ -248,6 +272,15 @@ def layer_norm_backward_parameters(dy: AnyRows, normal: AnyRows, dscale: Vector,
         for j in range(width):
             dscale[j] += wide(dy[i, j]) * wide(normal[i, j])
             dshift[j] += wide(dy[i, j])
+
+
+@compiled
+def rms_norm_backward_scale(dy: AnyRows, normal: AnyRows, dscale: Vector):
+    """Add the gradient of dy[n d] to dscale[d]."""
+    rows, width = dy.shape
+    for i in range(rows):
+        for j in range(width):
+            dscale[j] += wide(dy[i, j]) * wide(normal[i, j])
 
 
 # --- optimizers of flat p[n]
@@ -412,52 +445,6 @@ def cross_entropy_gradient(p: Rows, sums: Vector, weights: Vector, targets: Indi
             p[i, targets[i]] -= weights[i]
 
 
-# --- Loops of Llama models: RMS norm, gated perceptrons, rotary positions
-
-
-# --- RMS norm of rows[n d]
-
-
-@compiled_sums
-def rms_norm(x: AnyRows, scale: Vector, epsilon: Number, y: AnyRows, normal: AnyRows, inverse: Vector):
-    """y[n d], normal[n d] and inverse[n] of x[n d]."""
-    rows, width = x.shape
-    share = f32(1) / f32(width)
-    for i in range(rows):
-        squares = f32(0)
-        for j in range(width):
-            squares += wide(x[i, j]) * wide(x[i, j])
-        factor = f32(1) / np.sqrt(squares * share + epsilon)
-        inverse[i] = factor
-        for j in range(width):
-            n = wide(x[i, j]) * factor
-            normal[i, j] = stored(n, normal)
-            y[i, j] = stored(n * scale[j], y)
-
-
-@compiled_sums
-def rms_norm_backward(dy: AnyRows, normal: AnyRows, inverse: Vector, scale: Vector, dx: AnyRows):
-    """dx[n d] of dy[n d]."""
-    rows, width = dy.shape
-    share = f32(1) / f32(width)
-    for i in range(rows):
-        projection = f32(0)
-        for j in range(width):
-            projection += wide(dy[i, j]) * scale[j] * wide(normal[i, j])
-        along, factor = projection * share, inverse[i]
-        for j in range(width):
-            dx[i, j] = stored((wide(dy[i, j]) * scale[j] - wide(normal[i, j]) * along) * factor, dx)
-
-
-@compiled
-def rms_norm_backward_scale(dy: AnyRows, normal: AnyRows, dscale: Vector):
-    """Add the gradient of dy[n d] to dscale[d]."""
-    rows, width = dy.shape
-    for i in range(rows):
-        for j in range(width):
-            dscale[j] += wide(dy[i, j]) * wide(normal[i, j])
-
-
 # --- gates of flat z[n] and u[n]
 
 
@@ -484,31 +471,28 @@ def silu_gate_value(z: AnyVector, u: AnyVector, h: AnyVector):
 # --- rotary positions of x[n h k] at n positions, with cosines and sines [n p] of p pairs
 
 
-@compiled
-def rotate_halves(x: AnyRows, cosine: Rows, sine: Rows, y: AnyRows):
-    """y[n h k], with one rotation for all h: pairs are (i, i + p), and what is beyond 2p stays."""
+@njit(inline="always")
+def _rotate(x, cosine, sine, y, step, apart):
+    """y[n h k], with one rotation for all h: pairs are (step i, step i + apart), and what is beyond 2p stays."""
     width, (positions, pairs) = x.shape[1], cosine.shape
     heads = len(x) // max(positions, 1)
     for i in range(positions):
         for h in range(i * heads, (i + 1) * heads):
             for j in range(pairs):
-                first, second = wide(x[h, j]), wide(x[h, j + pairs])
-                y[h, j] = stored(first * cosine[i, j] - second * sine[i, j], y)
-                y[h, j + pairs] = stored(second * cosine[i, j] + first * sine[i, j], y)
+                first, second = wide(x[h, step * j]), wide(x[h, step * j + apart])
+                y[h, step * j] = stored(first * cosine[i, j] - second * sine[i, j], y)
+                y[h, step * j + apart] = stored(second * cosine[i, j] + first * sine[i, j], y)
             for j in range(2 * pairs, width):
                 y[h, j] = x[h, j]
+
+
+@compiled
+def rotate_halves(x: AnyRows, cosine: Rows, sine: Rows, y: AnyRows):
+    """Rotate the pairs (i, i + p)."""
+    _rotate(x, cosine, sine, y, 1, cosine.shape[1])
 
 
 @compiled
 def rotate_neighbours(x: AnyRows, cosine: Rows, sine: Rows, y: AnyRows):
-    """y[n h k], with one rotation for all h: pairs are (2i, 2i + 1), and what is beyond 2p stays."""
-    width, (positions, pairs) = x.shape[1], cosine.shape
-    heads = len(x) // max(positions, 1)
-    for i in range(positions):
-        for h in range(i * heads, (i + 1) * heads):
-            for j in range(pairs):
-                first, second = wide(x[h, 2 * j]), wide(x[h, 2 * j + 1])
-                y[h, 2 * j] = stored(first * cosine[i, j] - second * sine[i, j], y)
-                y[h, 2 * j + 1] = stored(second * cosine[i, j] + first * sine[i, j], y)
-            for j in range(2 * pairs, width):
-                y[h, j] = x[h, j]
+    """Rotate the pairs (2i, 2i + 1)."""
+    _rotate(x, cosine, sine, y, 2, 1)

@@ -46,16 +46,16 @@ class OneDNN(ProductLibrary):
 
     def __init__(self, path: str) -> None:
         self._openmp = _openmp()
-        self._library = ctypes.CDLL(path)
-        self._library.dnnl_version.restype = POINTER(_Version)
-        version = self._library.dnnl_version().contents
+        self.library = ctypes.CDLL(path)
+        self.library.dnnl_version.restype = POINTER(_Version)
+        version = self.library.dnnl_version().contents
         if version.major != 3:
             raise OSError(f"oneDNN {version.major}.{version.minor} is installed; version 3 is needed")
         self.version = f"{version.major}.{version.minor}.{version.patch}"
-        self._move, self._execute = self._library.dnnl_memory_set_data_handle, self._library.dnnl_primitive_execute
+        self._move, self._execute = self.library.dnnl_memory_set_data_handle, self.library.dnnl_primitive_execute
         self._move.argtypes, self._execute.argtypes = [c_void_p] * 2, [c_void_p, c_void_p, c_int, c_void_p]
         self.engine = c_void_p()
-        self._check(self._library.dnnl_engine_create(byref(self.engine), _CPU, c_size_t(0)))
+        self._check(self.library.dnnl_engine_create(byref(self.engine), _CPU, c_size_t(0)))
         self._threads = blas_threads()
         self._local = threading.local()
 
@@ -103,7 +103,7 @@ class OneDNN(ProductLibrary):
         """Let this thread compute, with a limit of its own for the threads that OpenMP starts."""
         self._openmp.omp_set_num_threads(self._threads)
         self._local.stream = stream = c_void_p()
-        self._check(self._library.dnnl_stream_create(byref(stream), self.engine, _IN_ORDER))
+        self._check(self.library.dnnl_stream_create(byref(stream), self.engine, _IN_ORDER))
         self._local.products, self._local.scratch = products, _ = {}, np.empty(0, np.uint8)
         return products, stream
 
@@ -114,12 +114,8 @@ class OneDNN(ProductLibrary):
     def made(self, function: str, *arguments: Any) -> int | None:
         """The address of what the library's function makes; None if it refuses the arguments."""
         result = c_void_p()
-        getattr(self._library, function)(byref(result), *arguments)
+        getattr(self.library, function)(byref(result), *arguments)
         return result.value
-
-    def function(self, name: str) -> Any:
-        """A function of the library."""
-        return getattr(self._library, name)
 
     def described(self, x: np.ndarray) -> int | None:
         """A descriptor of the shape, strides and dtype of ``x``."""
@@ -131,24 +127,17 @@ class OneDNN(ProductLibrary):
         """A memory object without memory."""
         return self.made("dnnl_memory_create", c_void_p(descriptor), self.engine, c_void_p())
 
-    def new_primitive(self, *descriptors: int | None) -> int | None:
-        """The primitive of a product with operands and a result of these descriptors; None if oneDNN has none."""
-        source, weights, result = map(c_void_p, descriptors)
-        operands = source, weights, c_void_p(), result  # without a bias
-        return self.created(self.made("dnnl_matmul_primitive_desc_create", self.engine, *operands, c_void_p()))
-
-    def created(self, kind: int | None, keep: bool = False) -> int | None:
-        """The primitive of a primitive descriptor, which is freed unless it is to be kept."""
+    def created(self, kind: int | None) -> int | None:
+        """The primitive of a primitive descriptor, which is freed."""
         if kind is None:
             return None
         primitive = self.made("dnnl_primitive_create", c_void_p(kind))
-        if not keep:
-            self.destroy("primitive_desc", kind)
+        self.destroy("primitive_desc", kind)
         return primitive
 
     def destroy(self, kind: str, address: int | None) -> None:
         """Free what ``made`` returned."""
-        getattr(self._library, f"dnnl_{kind}_destroy")(c_void_p(address))
+        getattr(self.library, f"dnnl_{kind}_destroy")(c_void_p(address))
 
 
 def _openmp() -> ctypes.CDLL:
@@ -183,7 +172,10 @@ class _Product(_Primitives):
     def __init__(self, library: OneDNN, *arrays: np.ndarray) -> None:
         super().__init__(library)
         descriptors = [library.described(x) for x in arrays]
-        if (primitive := library.new_primitive(*descriptors)) is not None:
+        source, weights, result = map(c_void_p, descriptors)
+        operands = library.engine, source, weights, c_void_p(), result  # without a bias
+        kind = library.made("dnnl_matmul_primitive_desc_create", *operands, c_void_p())
+        if (primitive := library.created(kind)) is not None:
             self.memories = [library.new_memory(descriptor) for descriptor in descriptors]
             arguments = (_Argument * 3)(*zip((_SOURCE, _WEIGHTS, _RESULT), self.memories, strict=True))
             self.calls = [(primitive, arguments)]
@@ -211,8 +203,7 @@ class _Convolution(_Primitives):
         shape = (c_int64 * 4)(*w.transpose(3, 2, 0, 1).shape)
         chosen = library.made("dnnl_memory_desc_create_with_tag", 4, shape, _TYPES[w.dtype], _ANY)
         two = c_int64 * 2
-        windows = rows, columns
-        numbers = [two(*(each(window) for window in windows)) for each in _NUMBERS]
+        numbers = [two(*(each(window) for window in (rows, columns))) for each in _NUMBERS]
         descriptors = c_void_p(source), c_void_p(chosen)
         no_bias, attributes = [c_void_p()] * (kind != "x"), c_void_p()
         forward_chosen = library.made("dnnl_memory_desc_create_with_tag", 4, shape, _TYPES[BFLOAT16], _ANY)
@@ -230,7 +221,7 @@ class _Convolution(_Primitives):
         self.scratch_bytes = 0
         if described is None:
             return
-        find, size = library.function("dnnl_primitive_desc_query_md"), library.function("dnnl_memory_desc_get_size")
+        find, size = library.library.dnnl_primitive_desc_query_md, library.library.dnnl_memory_desc_get_size
         find.restype, size.restype = c_void_p, c_size_t
         packed = find(c_void_p(described), query, 0)
         self.scratch_bytes = size(c_void_p(packed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -18,10 +19,16 @@ _NAMES = {numpy: name for name, numpy in reversed(DTYPES.items())}  # U8, and no
 
 def dtype_name(dtype: np.dtype, what: str) -> str:
     """The name of the dtype of ``what`` in files, for any byte order. Raises CheckpointError if it has none."""
+    if name := _name_of(dtype):
+        return name
+    raise CheckpointError(f"{what} is of dtype {dtype}, which safetensors files do not know")
+
+
+@cache
+def _name_of(dtype: np.dtype) -> str | None:
+    """The name of a dtype in files. Cached, because NumPy composes ``dtype.name`` each time it is asked for."""
     dtype = np.dtype(dtype)
-    if dtype.fields is not None or dtype.name not in _NAMES:
-        raise CheckpointError(f"{what} is of dtype {dtype}, which safetensors files do not know")
-    return _NAMES[dtype.name]
+    return _NAMES.get(dtype.name) if dtype.fields is None else None
 
 
 HASH = 32  #: bytes of a SHA-256

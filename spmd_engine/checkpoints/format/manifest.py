@@ -1,11 +1,13 @@
 """The manifest of a checkpoint: every array with the blocks that store it, and the facts of the training.
 
-It is JSON, with a SHA-256 of itself. Only the division of arrays into blocks depends on the mesh; the arrays that are
-read are the same for any division.
+It is JSON, with a SHA-256 of itself: that of the same JSON without ``sha256``, with its names in order and no spaces.
+Only the division of arrays into blocks depends on the mesh; the arrays that are read are the same for any division.
 
 What grows with the number of ranks is written once: equal arrays share one list of pieces, from which follow the
-offsets of blocks, and each file has the hashes of its blocks (``write.HASHES``), of which the manifest has one hash.
-Version 1 lists every block of every array; it is still read.
+offsets of blocks; ranks with equal arrays of their own share one list of these; and each file has the hashes of its
+blocks (``write.HASHES``), of which the manifest has one hash. A rank reads the lists of pieces one at a time, if each
+is a line, as ``Manifest.text`` writes them. Versions 1 and 2 are read: version 1 lists every block of every array,
+version 2 every array of every rank.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import combinations
+from functools import cached_property
+from io import BytesIO
 from math import prod
-from operator import gt
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -27,19 +29,15 @@ from spmd_engine.checkpoints.format.blocks import HASH
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
 from spmd_engine.formats.safetensors_header import DTYPES, dtype_of
-from spmd_engine.sharding.rectangles import Rectangle, covers_once
+from spmd_engine.sharding.rectangles import Rectangle, covers_once, intersected
 
-FORMAT, VERSION = "spmd_engine checkpoint", 2
+FORMAT, VERSION = "spmd_engine checkpoint", 3
 #: Sections: parameters and buffers by name; optimizer state by kind/name; residues of single ranks by rank/name.
 MODEL, OPTIMIZER, RESIDUES = "model", "optimizer", "residues"
-_FILE = re.compile(r"[a-z]+-\d{5,}\.safetensors")
-_HASH = re.compile(r"[0-9a-f]{64}")
+_HASHES = re.compile(r"[0-9a-f]*")
 _TEXT = re.compile(r"[^\x00\ud800-\udfff]*", re.DOTALL)
-#: The pieces, before the SHA-256 that ends a manifest; and one of them: its bounds and its ranks.
-_LISTED = re.compile(r'"pieces"\s*:\s*(\[[\[\]\d,\s]*\])\s*,\s*"sha256"\s*:\s*"[^"]*"\s*\}\s*\Z', re.ASCII)
-_ONE = re.compile(r"\[\s*\[[\d,\s]*\]\s*,\s*\[[\d,\s]*\]\s*\]", re.ASCII)
 _LARGEST = 1 << 62
-_MOST_DIMS, _MOST_RANKS = 32, 1 << 24
+_MOST_DIMS, _MOST = 32, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ class StoredBlock:
     rectangle: Rectangle
     file: str
     offset: int  #: bytes from the file's beginning
-    sha256: str = ""  #: in a manifest of version 1; else row ``row`` of the file's hashes
-    row: int = 0
+    row: int = 0  #: the number of its hash in the file
 
 
 class Pieces:
@@ -75,24 +72,13 @@ class Pieces:
     def wrong_in(self, shape: tuple[int, ...]) -> str:
         """As ``_wrong_with``, of these rectangles; the arrays that share them mostly have one shape."""
         if shape not in self._faults:
-            fits = self.bounds.shape[2] == len(shape) and covers_once(self.bounds, shape)
-            rectangles = () if fits else (Rectangle(*map(tuple, ends)) for ends in self.bounds.tolist())
-            self._faults[shape] = "" if fits else _wrong_with(shape, tuple(rectangles))
+            self._faults[shape] = _wrong_with(shape, self.bounds)
         return self._faults[shape]
 
-    @cached_property
-    def before(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each piece, the number of elements, and of pieces, of this array before it in its file."""
-        order = np.argsort(self.ranks, kind="stable")
-        ranks, sizes, numbers = self.ranks[order], self.sizes[order], np.arange(len(order))
-        first = np.searchsorted(ranks, ranks)
-        ends = np.cumsum(sizes) - sizes
-        elements, rows = np.empty_like(order), np.empty_like(order)
-        elements[order], rows[order] = ends - ends[first], numbers - first
-        return elements, rows
-
-
-Files = Mapping[int, tuple[int, str]]  # by rank: the first byte of the first block, the SHA-256 of all their hashes
+    def in_file(self, rank: int, end: int | None = None) -> tuple[int, int]:
+        """How many elements, and how many pieces, a rank writes, of all pieces or of those before number ``end``."""
+        mine = self.ranks[:end] == rank
+        return int(self.sizes[:end][mine].sum()), int(np.count_nonzero(mine))
 
 
 def file_name(section: str, rank: int) -> str:
@@ -100,41 +86,46 @@ def file_name(section: str, rank: int) -> str:
     return f"{section}-{rank:05d}.safetensors"
 
 
-class FilesOfSection:
-    """The files of a section, in which ranks have written their pieces of all its arrays in order, without gaps."""
+class Files(NamedTuple):
+    """The files that ranks have written of a section."""
 
-    def __init__(self, section: str, files: Files) -> None:
-        self.section, self.files = section, files
-        self.arrays: list[tuple[Pieces, int]] = []  #: with the bytes of an element
+    ranks: np.ndarray  #: int[files], in order
+    firsts: np.ndarray  #: int[files]: the byte at which the first block of each begins
+    sha256: str  #: that of the hashes of each file's blocks: 64 digits for each file
 
-    @cached_property
-    def places(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The offset and the row of each piece of each array; last, by rank: the end of all, and their number."""
-        at, rows = np.zeros((2, 1 + max(self.files, default=0)), np.int64)
-        at[list(self.files)] = [first for first, _ in self.files.values()]
-        places = []
-        for pieces, itemsize in self.arrays:
-            elements, before = pieces.before
-            places.append((at[pieces.ranks] + elements * itemsize, rows[pieces.ranks] + before))
-            np.add.at(at, pieces.ranks, pieces.sizes * itemsize)
-            np.add.at(rows, pieces.ranks, 1)
-        return [*places, (at, rows)]
+
+class StoredFile(NamedTuple):
+    """A file with blocks, and behind them their hashes."""
+
+    name: str
+    end: int  #: the byte at which the hashes begin
+    blocks: int
+    sha256: str  #: that of the hashes
+    hashes: bytes | None  #: in version 1, whose files have none
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.end + (HASH * self.blocks if self.hashes is None else 0)
 
 
 class BlocksInFiles(Sequence[StoredBlock]):
-    """The blocks of array number ``number`` of a section, as they follow from its pieces."""
+    """The blocks of array number ``number`` of a section, as they follow from its pieces.
 
-    def __init__(self, files: FilesOfSection, number: int) -> None:
-        self.files, self._number, self.pieces = files, number, files.arrays[number][0]
+    ``rank``: the one that has written them, if not those of the pieces.
+    """
+
+    def __init__(self, section: Section, number: int, itemsize: int, pieces: Pieces, rank: int | None) -> None:
+        self.section, self.pieces, self._number, self._itemsize, self._rank = section, pieces, number, itemsize, rank
 
     def __getitem__(self, number: Any) -> Any:
-        offset, row = (int(numbers[number]) for numbers in self.files.places[self._number])
+        writer, number = int(self.pieces.ranks[number]), range(len(self))[number]
+        rank, (elements, before) = writer if self._rank is None else self._rank, self.pieces.in_file(writer, number)
+        offset, row = self.section.places(rank)[self._number].tolist()
         start, stop = self.pieces.bounds[number].tolist()
-        return StoredBlock(Rectangle(tuple(start), tuple(stop)), self.file_of(number), offset, row=row)
-
-    def file_of(self, number: int) -> str:
-        """The file that has a block."""
-        return file_name(self.files.section, int(self.pieces.ranks[number]))
+        rectangle = Rectangle(tuple(start), tuple(stop))
+        file = file_name(self.section.name, rank)
+        return StoredBlock(rectangle, file, offset + elements * self._itemsize, row=row + before)
 
     def __len__(self) -> int:
         return len(self.pieces.ranks)
@@ -146,47 +137,129 @@ class StoredArray:
 
     shape: tuple[int, ...]
     dtype: str  #: its name in safetensors files
-    blocks: Sequence[StoredBlock]
+    blocks: BlocksInFiles
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * dtype_of(self.dtype).itemsize
 
-    @cached_property
+    @property
     def bounds(self) -> np.ndarray:
         """int[blocks 2 dims]: their starts and stops; equal arrays share one object."""
-        if isinstance(self.blocks, BlocksInFiles):
-            return self.blocks.pieces.bounds
-        rectangles = [block.rectangle for block in self.blocks]
-        return np.array(rectangles, np.int64).reshape(len(rectangles), 2, len(self.shape))
-
-    def file_of(self, number: int) -> str:
-        """The file that has a block."""
-        blocks = self.blocks
-        return blocks.file_of(number) if isinstance(blocks, BlocksInFiles) else blocks[number].file
-
-    def check(self, name: str) -> None:
-        """Raise CheckpointError unless every element is in exactly one block."""
-        blocks = self.blocks
-        if isinstance(blocks, BlocksInFiles):
-            fault = blocks.pieces.wrong_in(self.shape)
-        else:
-            fault = _wrong_with(self.shape, tuple(block.rectangle for block in blocks))
-        if fault:
-            raise CheckpointError(f"{name}{list(self.shape)}: {fault}")
+        return self.blocks.pieces.bounds
 
 
-Arrays = Mapping[str, StoredArray]
+ArrayInPieces = tuple[tuple[int, ...], str, Pieces]  #: shape, dtype in safetensors files, pieces
+Arrays = Mapping[str, ArrayInPieces]
 
 
-def stored_arrays(section: str, arrays: Mapping[str, tuple[tuple[int, ...], str, Pieces]], files: Files) -> Arrays:
-    """A section of the manifest, from the shape, the dtype and the pieces of each array, and the files of all ranks."""
-    of_section = FilesOfSection(section, files)
-    of_section.arrays += [(pieces, dtype_of(dtype).itemsize) for _, dtype, pieces in arrays.values()]
-    return {
-        name: StoredArray(shape, dtype, BlocksInFiles(of_section, number))
-        for number, (name, (shape, dtype, _)) in enumerate(arrays.items())
-    }
+class _InOrder:
+    """Arrays of which a file has the pieces of one rank, one array after the other."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        kinds: dict[int, tuple[int, Pieces]] = {}  # equal arrays share their pieces
+        self.arrays = arrays
+        self.numbers = [kinds.setdefault(id(one), (len(kinds), one))[0] for *_, one in arrays.values()]
+        self.pieces = [one for _, one in kinds.values()]
+        self.itemsizes = [dtype_of(dtype).itemsize for _, dtype, _ in arrays.values()]
+
+    def sizes(self, rank: int) -> np.ndarray:
+        """int[arrays 2]: the bytes and the number of each array's pieces in a rank's file."""
+        of_kinds = np.array([one.in_file(rank) for one in self.pieces], np.int64).reshape(-1, 2)
+        sizes = of_kinds[self.numbers]
+        sizes[:, 0] *= np.array(self.itemsizes, np.int64)
+        return sizes
+
+
+class Section(Mapping[str, StoredArray]):
+    """The arrays of a section. A file has the pieces that one rank has written of all of them, in order, without gaps.
+
+    ``own`` lists ranks with equal arrays of their own, and these: a rank has written all of them, after its pieces of
+    ``arrays``, whatever ranks are in their pieces. Their names begin with the rank: ``00012/name``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arrays: Arrays,
+        files: Files,
+        own: Sequence[tuple[Sequence[int], Arrays]] = (),
+        hashes: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """``hashes``: those of each file's blocks, by rank, if the files have none."""
+        self.name, self.files, self._hashes = name, files, hashes or {}
+        self.shared, self.own = _InOrder(arrays), [(ranks, _InOrder(of_rank)) for ranks, of_rank in own]
+        self._own = {rank: order for ranks, order in self.own for rank in ranks}
+        self._places: dict[int, np.ndarray] = {}
+        self._listed = self._stored(self.shared, 0, None)
+        self._latest: tuple[int, Mapping[str, StoredArray]] = -1, {}
+
+    def _stored(self, order: _InOrder, first: int, rank: int | None) -> dict[str, StoredArray]:
+        """Arrays number ``first`` and further of the files; ``rank``: the one that has them of its own."""
+        ordered = zip(order.arrays.items(), order.itemsizes, strict=True)
+        return {
+            name: StoredArray(shape, dtype, BlocksInFiles(self, number, itemsize, pieces, rank))
+            for number, ((name, (shape, dtype, pieces)), itemsize) in enumerate(ordered, first)
+        }
+
+    def _own_of(self, rank: int) -> Mapping[str, StoredArray]:
+        """The arrays that a rank has of its own."""
+        if self._latest[0] != rank:
+            own = self._own.get(rank)
+            self._latest = rank, {} if own is None else self._stored(own, len(self._listed), rank)
+        return self._latest[1]
+
+    def of(self, rank: int) -> dict[str, StoredArray]:
+        """The arrays whose names begin with a rank, by the rest of their names."""
+        prefix = f"{rank:05d}/"
+        listed = {name.removeprefix(prefix): one for name, one in self._listed.items() if name.startswith(prefix)}
+        return {**listed, **self._own_of(rank)}
+
+    def __getitem__(self, name: str) -> StoredArray:
+        if name in self._listed:
+            return self._listed[name]
+        rank, _, own_name = name.partition("/")
+        own = self._own_of(int(rank)) if self._own and rank.isdecimal() else {}
+        if own_name not in own:
+            raise KeyError(name)
+        return own[own_name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._listed
+        for rank, order in self._own.items():
+            yield from (f"{rank:05d}/{name}" for name in order.arrays)
+
+    def __len__(self) -> int:
+        return len(self._listed) + sum(len(order.arrays) for order in self._own.values())
+
+    def places(self, rank: int) -> np.ndarray:
+        """int[arrays + 1, 2]: the byte and the row of hashes at which each array begins in a rank's file; last, where
+        they end."""
+        if rank not in self._places:
+            own = [self._own[rank].sizes(0)] if rank in self._own else []
+            begin = self.files.firsts[np.searchsorted(self.files.ranks, rank)], 0
+            self._places[rank] = np.cumsum(np.concatenate([[begin], self.shared.sizes(rank), *own]), axis=0)
+        return self._places[rank]
+
+    def file(self, rank: int) -> StoredFile:
+        """The file that a rank has written."""
+        end, blocks = self.places(rank)[-1].tolist()
+        number = int(np.searchsorted(self.files.ranks, rank))
+        sha256 = self.files.sha256[64 * number :][:64]
+        return StoredFile(file_name(self.name, rank), end, blocks, sha256, self._hashes.get(rank))
+
+    def check(self, where: str) -> None:
+        """Raise CheckpointError unless each array has each element once, in a file."""
+        for ranks, order in ((None, self.shared), *self.own):
+            for name, (shape, _, pieces) in order.arrays.items():
+                if fault := pieces.wrong_in(shape):
+                    raise CheckpointError(f"{where} {name}{list(shape)}: {fault}")
+            for pieces in order.pieces:
+                writers = pieces.ranks if ranks is None else np.array(ranks, np.int64)[: len(pieces.ranks) * len(ranks)]
+                places = np.searchsorted(self.files.ranks, writers)
+                missing = np.append(self.files.ranks, -1)[places] != writers
+                if missing.any():
+                    raise CheckpointError(f"{where} has arrays on rank {writers[missing][0]}, which has no file")
 
 
 @dataclass(frozen=True)
@@ -194,7 +267,7 @@ class Manifest:
     """The content of a checkpoint."""
 
     step: int  #: optimizer steps made
-    sections: Mapping[str, Arrays]
+    sections: Mapping[str, Section]
     facts: Mapping[str, Any] = field(default_factory=dict)  #: JSON; the settings with which the training began
     config: Mapping[str, Any] | None = None  #: JSON of the job, if there is one
     mesh: str = ""  #: the mesh of the run that wrote it
@@ -205,162 +278,188 @@ class Manifest:
         return sum(array.nbytes for arrays in self.sections.values() for array in arrays.values())
 
     def text(self) -> str:
-        """The content of the file, which ``parse`` reads."""
-        pieces: dict[int, tuple[int, Pieces]] = {}  # each object once, with its number
-        sections = {}
-        for section, arrays in self.sections.items():
-            listed, files = {}, {}
-            for name, array in arrays.items():
-                blocks = array.blocks
-                assert isinstance(blocks, BlocksInFiles)  # those of version 1 are read only
-                number, _ = pieces.setdefault(id(blocks.pieces), (len(pieces), blocks.pieces))
-                listed[name], files = [array.shape, array.dtype, number], blocks.files.files
-            sections[section] = {"arrays": listed, "files": [[rank, *files[rank]] for rank in sorted(files)]}
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "mesh": self.mesh,
-            "facts": dict(self.facts),
-            "config": self.config,
-            "sections": sections,
+        """The content of the file, which ``read`` reads."""
+        numbers: dict[tuple[bytes, bytes], int] = {}  # equal pieces have one
+        lines: list[str] = []
+
+        def listed(order: _InOrder) -> list[tuple]:
+            known = []
+            for one in order.pieces:
+                known.append(numbers.setdefault((one.bounds.tobytes(), one.ranks.tobytes()), len(lines)))
+                if known[-1] == len(lines):
+                    columns = one.bounds.transpose(1, 2, 0).reshape(-1)  # all starts of a dim, then of the next
+                    lines.append(_json([_as_json(columns), _as_json(one.ranks)]))
+            ordered = zip(order.arrays.items(), order.numbers, strict=True)
+            return [(name, shape, dtype, known[number]) for (name, (shape, dtype, _)), number in ordered]
+
+        sections = {
+            section.name: {
+                "arrays": listed(section.shared),
+                "files": [*map(_as_json, section.files[:2]), section.files.sha256],
+                "own": [[_as_json(np.array(ranks)), listed(order)] for ranks, order in section.own],
+            }
+            for section in self.sections.values()
         }
-        listed = [_json([one.bounds.reshape(-1).tolist(), one.ranks.tolist()]) for _, one in pieces.values()]
-        rest = ',"pieces":[', ",".join(listed), f'],"sha256":"{_digest(content, listed)}"}}\n'
-        return "".join((_json(content, sort_keys=False)[:-1], *rest))
+        names = {"config": self.config, "facts": dict(self.facts), "format": FORMAT, "mesh": self.mesh}
+        head = f'{_json(names)[:-1]},"pieces":['
+        before, after = f'],"sections":{_json(sections)}', f',"step":{self.step},"version":{VERSION}}}'
+        digest = _digest((head, ",".join(lines), before, after))
+        return "".join((head, "\n", ",\n".join(lines), "\n", before, f',"sha256":"{digest}"', after, "\n"))
 
     @classmethod
     def parse(cls, text: str | bytes, where: str) -> Manifest:
+        """As ``read``, of a text."""
+        return cls.read(BytesIO(text.encode() if isinstance(text, str) else text), where)
+
+    @classmethod
+    def read(cls, file: BinaryIO, where: str) -> Manifest:
         """Read and check a manifest. Raises CheckpointError, naming its place ``where``, if it is invalid."""
 
         def refuse(why: str) -> CheckpointError:
             return CheckpointError(f"{where} is damaged, or none of ours: {why}")
 
-        with reading(f"{where} is damaged, or none of ours: no JSON", kind=CheckpointError):
-            text = text if isinstance(text, str) else text.decode()
-            # Pieces become arrays one at a time: all at once, as numbers of Python, they take ten times the memory.
-            found = _LISTED.search(text)
-            content = parse_json(text if found is None else f"{text[: found.start(1)]}0{text[found.end(1) :]}")
+        lines: tuple[Any, list[Pieces]] | None = None
+        with suppress(*_INVALID):
+            lines = _read_lines(file)
+        if lines is None:
+            file.seek(0)
+            with reading(f"{where} is damaged, or none of ours: no JSON", kind=CheckpointError):
+                content = parse_json(file.read())
+        else:
+            content = lines[0]
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise refuse(f'it does not say "format": "{FORMAT}"')
-        if (version := content.get("version")) not in (1, VERSION) or type(version) is not int:
-            raise CheckpointError(f"{where} has version {version!r}; this program reads versions 1 and {VERSION}")
-        stored_digest = content.pop("sha256", None)
-        if stored_digest != _digest(content, None if found is None else _listed(found)):
+        if (version := content.get("version")) not in (1, 2, VERSION) or type(version) is not int:
+            raise CheckpointError(f"{where} has version {version!r}; this program reads versions 1 to {VERSION}")
+        if lines is None and content.pop("sha256", None) != _digest((_json(content),)):
             raise refuse("its SHA-256 of itself differs")
-        if (found is None) is (version > 1):
-            raise refuse("it does not end with pieces and its SHA-256")
         try:
-            pieces = None if found is None else [_pieces(one) for one in _listed(found)]
+            pieces = [_pieces(one, version) for one in content.get("pieces", ())] if lines is None else lines[1]
             manifest = cls(
                 step=_whole_number(content["step"]),
                 sections={
-                    _text(section): _arrays(section, arrays, pieces)
-                    for section, arrays in _mapping(content["sections"]).items()
+                    _text(name): _section(name, _mapping(section), pieces, version)
+                    for name, section in _mapping(content["sections"]).items()
                 },
                 facts=_mapping(content["facts"]),
                 config=None if content["config"] is None else _mapping(content["config"]),
                 mesh=_text(content["mesh"]),
             )
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        except _INVALID as error:
             raise refuse(f"{type(error).__name__}: {error}") from error
         if MODEL not in manifest.sections:
             raise refuse(f"it has no section {MODEL!r}")
-        for section, arrays in manifest.sections.items():
-            for name, array in arrays.items():
-                array.check(f"{where}: {section} {name}")
+        for section in manifest.sections.values():
+            section.check(f"{where}: {section.name}")
         return manifest
 
-    @cached_property
-    def hashes(self) -> dict[str, tuple[int, int, str]]:
-        """Where each file has the hashes of its blocks, how many, and the SHA-256 of all; {} of version 1."""
-        of_files: dict[str, tuple[int, int, str]] = {}
-        for arrays in self.sections.values():
-            for blocks in [array.blocks for array in arrays.values()][:1]:
-                if isinstance(blocks, BlocksInFiles):
-                    ends, counts = (numbers.tolist() for numbers in blocks.files.places[-1])
-                    for rank, (_, digest) in blocks.files.files.items():
-                        of_files[file_name(blocks.files.section, rank)] = ends[rank], counts[rank], digest
-        return of_files
+    def file_names(self, part: slice = slice(None)) -> list[str]:
+        """The names of all files, or of a ``part`` of those of each section."""
+        return [file_name(one.name, rank) for one in self.sections.values() for rank in one.files.ranks[part].tolist()]
 
-    def file_sizes(self) -> dict[str, int]:
-        """The size of each file in bytes, from the places of its blocks."""
-        sizes = {file: end + HASH * count for file, (end, count, _) in self.hashes.items()}
-        for arrays in () if sizes else self.sections.values():
-            for array in arrays.values():
-                for block in array.blocks:
-                    end = block.offset + block.rectangle.size * dtype_of(array.dtype).itemsize
-                    sizes[block.file] = max(sizes.get(block.file, 0), end)
-        return sizes
+    def file(self, name: str) -> StoredFile:
+        """The file of this name."""
+        section, _, number = name.partition("-")
+        return self.sections[section].file(int(number.partition(".")[0]))
 
 
-def _listed(found: re.Match[str]) -> Iterator[str]:
-    """The text of each piece, without spaces."""
-    return ("".join(one[0].split()) for one in _ONE.finditer(found.string, *found.span(1)))
+_INVALID = KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError
 
 
-def _digest(content: Mapping[str, Any], listed: Iterable[str] | None) -> str:
-    """The SHA-256 of a manifest with its names in order; ``listed``: the text of each of its pieces, if it has them."""
-    if listed is None:
-        return hashlib.sha256(_json(content).encode()).hexdigest()
-    before, after = ({name: content[name] for name in content if (name > "pieces") is late} for late in (False, True))
-    before.pop("pieces", None)
-    digest = hashlib.sha256(f'{_json(before)[:-1]},"pieces":['.encode())
-    for number, one in enumerate(listed):
-        digest.update(f"{',' * (number > 0)}{one}".encode())
-    digest.update(f"],{_json(after)[1:]}".encode())
+def _read_lines(file: BinaryIO) -> tuple[Any, list[Pieces]] | None:
+    """The content and the pieces of a manifest as ``Manifest.text`` writes it: each pieces are one line of JSON, so
+    that few numbers at a time are objects. None for any other text, which may be a manifest, too."""
+    digest, pieces, head = hashlib.sha256(), [], file.readline()
+    digest.update(head.rstrip())
+    for line in file:
+        if line.startswith(b"]"):
+            own = line.rfind(b',"sha256":"')
+            digest.update(memoryview(line)[:own])
+            digest.update(line[own + 76 :].rstrip())
+            is_whole = line[own:][11:75] == digest.hexdigest().encode() and not file.read(1)
+            head += line
+            del line
+            return (parse_json(head), pieces) if is_whole else None
+        digest.update(line.rstrip())
+        pieces.append(_pieces(json.loads(line.rstrip(b",\n")), VERSION))
+    return None
+
+
+def _digest(texts: Iterable[str]) -> str:
+    """The SHA-256 of texts, one after the other."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode())
     return digest.hexdigest()
 
 
-def _json(content: Any, *, sort_keys: bool = True) -> str:
-    return json.dumps(content, sort_keys=sort_keys, separators=(",", ":"))
+_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
-def _arrays(section: str, content: Any, pieces: Sequence[Pieces] | None) -> Arrays:
-    """The arrays of a section; ``pieces``: of the manifest, None in version 1."""
-    content = _mapping(content)
-    if pieces is None:
-        return {_text(name): _array_of_blocks(array, section) for name, array in content.items()}
-    files = {_whole_number(rank): (_whole_number(first), _match(_HASH, sha)) for rank, first, sha in content["files"]}
-    arrays = {
-        _text(name): (_shape(shape, dtype), dtype, pieces[_whole_number(number)])
-        for name, (shape, dtype, number) in _mapping(content["arrays"]).items()
-    }
-    for name, of_array in {id(of_array): (name, of_array) for name, (*_, of_array) in arrays.items()}.values():
-        if missing := set(of_array.ranks.tolist()) - files.keys():
-            raise ValueError(f"{section} {name} is on rank {min(missing)}, which has no file")
-    if max(files, default=0) > _MOST_RANKS:
-        raise ValueError(f"a file of rank {max(files)}")
-    return stored_arrays(section, arrays, files)
+def _section(name: str, content: Mapping[str, Any], pieces: Sequence[Pieces], version: int) -> Section:
+    """A section from JSON; ``pieces``: those of the manifest."""
+    if version == 1:
+        return _section_of_blocks(name, content)
+
+    def arrays(listed: Any) -> Arrays:
+        return {
+            _text(array): (_shape(shape, dtype), dtype, pieces[_whole_number(number)])
+            for array, shape, dtype, number in listed
+        }
+
+    listed, files = content["arrays"], content["files"]
+    if version == 2:  # arrays by name, in the order of files, and a row for each file
+        listed = [[array, *facts] for array, facts in _mapping(listed).items()]
+        files = [[row[0] for row in files], [row[1] for row in files], "".join(sha256 for *_, sha256 in files)]
+    ranks, firsts, sha256 = _numbers(files[0]), _numbers(files[1]), _match(_HASHES, files[2])
+    if not len(ranks) == len(firsts) == len(sha256) / 64 or (np.diff(ranks) <= 0).any():
+        raise ValueError(f"{len(ranks)} files, which begin at {len(firsts)} bytes and have {len(sha256)} digits")
+    own = [(_numbers(ranks).tolist(), arrays(listed)) for ranks, listed in content.get("own", ())]
+    return Section(name, arrays(listed), Files(ranks, firsts, sha256), own)
 
 
-def _pieces(text: str) -> Pieces:
-    bounds, ranks = (np.fromstring(numbers, np.int64, sep=",") for numbers in text[2:-2].split("],["))
-    if max(bounds.max(initial=0), ranks.max(initial=0)) >= _LARGEST:
-        raise ValueError(f"a number {max(bounds.max(initial=0), ranks.max(initial=0))}")
-    return Pieces(bounds.reshape(len(ranks), 2, len(bounds) // (2 * max(1, len(ranks)))), ranks)
+def _section_of_blocks(name: str, content: Mapping[str, Any]) -> Section:
+    """A section of version 1, in which each array lists its blocks, with their files, offsets and hashes."""
+    arrays, offsets = {}, {}
+    firsts: dict[int, int] = {}
+    hashes: dict[int, bytes] = {}
+    for array, listed in content.items():
+        bounds, ranks = [], []
+        for start, stop, file, offset, sha256 in listed["blocks"]:
+            ranks.append(rank := int(file.partition("-")[2].partition(".")[0]))
+            if file != file_name(name, rank):
+                raise ValueError(f"a block of {name} in {file}")
+            bounds.append((start, stop))
+            firsts.setdefault(rank, _whole_number(offset))
+            hashes[rank] = hashes.get(rank, b"") + bytes.fromhex(_match(_HASHES, sha256))
+        shape = _shape(listed["shape"], listed["dtype"])
+        flat = [number for ends in bounds for numbers in ends for number in numbers]
+        pieces = Pieces(_numbers(flat).reshape(len(ranks), 2, len(shape)), _numbers(ranks))
+        arrays[_text(array)] = shape, listed["dtype"], pieces
+        offsets[array] = [offset for *_, offset, _ in listed["blocks"]]
+    ranks = np.array(sorted(firsts), np.int64)
+    files = Files(ranks, np.array([firsts[rank] for rank in ranks.tolist()], np.int64), "0" * 64 * len(ranks))
+    section = Section(name, arrays, files, hashes=hashes)
+    for array, expected in offsets.items():
+        if [block.offset for block in section[array].blocks] != expected:
+            raise ValueError(f"the blocks of {array} are not where they should be")
+    return section
+
+
+def _pieces(content: Any, version: int) -> Pieces:
+    bounds, ranks = map(_numbers, content)
+    columns = len(bounds) // max(1, len(ranks))
+    bounds = bounds.reshape(len(ranks), columns) if version == 2 else bounds.reshape(columns, len(ranks)).T
+    return Pieces(np.ascontiguousarray(bounds).reshape(len(ranks), 2, columns // 2), ranks)
 
 
 def _shape(shape: Any, dtype: Any) -> tuple[int, ...]:
     if dtype not in DTYPES:
         raise ValueError(f"a dtype {dtype!r}")
-    shape = _whole_numbers(shape)
+    shape = tuple(_numbers(shape).tolist())
     if len(shape) > _MOST_DIMS or prod(shape) >= _LARGEST:
         raise ValueError(f"an array of shape {shape}")
     return shape
-
-
-def _array_of_blocks(content: Any, section: str) -> StoredArray:
-    shape = _shape(_mapping(content)["shape"], content["dtype"])
-    blocks = []
-    for start, stop, file, offset, sha256 in content["blocks"]:
-        rectangle = Rectangle(_whole_numbers(start), _whole_numbers(stop))
-        if len(rectangle.start) != len(rectangle.stop):
-            raise ValueError(f"a block from {start} to {stop}")
-        blocks.append(StoredBlock(rectangle, _match(_FILE, file), _whole_number(offset), _match(_HASH, sha256)))
-    if misplaced := [block.file for block in blocks if not block.file.startswith(f"{section}-")]:
-        raise ValueError(f"a block of {section} in {misplaced[0]}")
-    return StoredArray(shape, content["dtype"], tuple(blocks))
 
 
 def _mapping(content: Any) -> Mapping[str, Any]:
@@ -385,45 +484,45 @@ def _whole_number(content: Any) -> int:
     return content
 
 
-def _whole_numbers(content: Any) -> tuple[int, ...]:
-    if not isinstance(content, list):
+def _as_json(numbers: np.ndarray) -> Any:
+    """A list of numbers for JSON; if that is shorter, as runs with equal steps: their first numbers, steps, lengths."""
+    begins = np.append(0, np.flatnonzero(np.diff(numbers, 2)) + 2)
+    if 3 * len(begins) >= len(numbers):
+        return numbers.tolist()
+    steps = np.append(np.diff(numbers), 0)[begins]
+    return {"runs": [numbers[begins].tolist(), steps.tolist(), np.diff(begins, append=len(numbers)).tolist()]}
+
+
+def _numbers(content: Any) -> np.ndarray:
+    """A list of whole numbers as an array, also of runs."""
+    is_list = isinstance(content, list)
+    numbers = np.array(content if is_list else _mapping(content)["runs"])
+    fits = numbers.ndim == (1 if is_list else 2) and (numbers.dtype == np.int64 or not numbers.size)
+    if fits and not is_list:
+        firsts, steps, lengths = numbers
+        fits = lengths.min(initial=1) > 0 and lengths.max(initial=0) <= _MOST and lengths.sum() <= _MOST
+        if fits:
+            places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            numbers = np.repeat(firsts, lengths) + np.repeat(steps, lengths) * places
+    if not fits or not 0 <= numbers.min(initial=0) <= numbers.max(initial=0) < _LARGEST:
         raise ValueError(f"{content!r:.80} where a list of whole numbers should be")
-    for number in content:  # no call for each of thousands of numbers
-        if type(number) is not int or not 0 <= number < _LARGEST:
-            _whole_number(number)
-    return tuple(content)
+    return numbers.astype(np.int64, copy=False)
 
 
-@lru_cache(maxsize=1024)
-def _wrong_with(shape: tuple[int, ...], blocks: tuple[Rectangle, ...]) -> str:
-    """The reason why these blocks do not hold each element once, or "". Cached, as many layers have equal blocks."""
-    full, total = Rectangle.whole(shape), 0
-    if blocks == (full,):
+def _wrong_with(shape: tuple[int, ...], bounds: np.ndarray) -> str:
+    """The reason why the rectangles ``bounds[rectangles 2 dims]`` do not hold each element once, or ""."""
+    if not len(bounds) and not prod(shape):
         return ""
-    for block in blocks:
-        is_part = len(block.start) == len(shape) and not any(map(gt, block.start, block.stop))
-        if not is_part or any(map(gt, block.stop, shape)):
-            return f"a block {block} is no part of it"
-        total += block.size
-    overlapping = _overlap([block for block in blocks if block.size])
-    if overlapping:
-        return f"{overlapping[0]} and {overlapping[1]} overlap; each element is once"
-    return "" if total == full.size else f"its blocks hold {total} of {full.size} elements"
-
-
-def _overlap(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
-    """Two rectangles that share an element, if there are any."""
-    if len(rectangles) <= 4:  # most arrays with several blocks have so few
-        return next(((one, other) for one, other in combinations(rectangles, 2) if (one & other).size), None)
-    ordered = sorted(rectangles)
-    start = np.array([rectangle.start for rectangle in ordered], np.int64)
-    stop = np.array([rectangle.stop for rectangle in ordered], np.int64)
-    if not start.shape[1]:  # two scalars are the same element
-        return ordered[0], ordered[1]
-    behind = np.searchsorted(start[:, 0], stop[:, 0])  # the first rectangle that begins behind the end of this one
-    for i in np.flatnonzero(behind > np.arange(1, len(ordered) + 1)).tolist():
-        others = slice(i + 1, behind[i])
-        shared = (np.maximum(start[i], start[others]) < np.minimum(stop[i], stop[others])).all(axis=1)
+    outside = np.ones(len(bounds), bool)
+    if bounds.shape[2] == len(shape):
+        outside = ((bounds[:, 0] > bounds[:, 1]) | (bounds[:, 1] > shape)).any(axis=1)
+        if not outside.any() and covers_once(bounds, shape):
+            return ""
+    blocks = [Rectangle(*map(tuple, ends)) for ends in bounds.tolist()]
+    if outside.any():
+        return f"a block {blocks[outside.argmax()]} is no part of it"
+    for number, block in enumerate(blocks):
+        shared = intersected(bounds[number : number + 1], bounds[number + 1 :])[0]
         if shared.any():
-            return ordered[i], ordered[i + 1 + int(np.argmax(shared))]
-    return None
+            return f"{block} and {blocks[number + 1 + shared.argmax()]} overlap; each element is once"
+    return f"its blocks hold {sum(block.size for block in blocks)} of {prod(shape)} elements"

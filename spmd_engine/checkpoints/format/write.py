@@ -44,7 +44,6 @@ class BlockToWrite(NamedTuple):
 class WrittenFile(NamedTuple):
     """A file of blocks, which follow each other without gaps."""
 
-    dtypes: list[str]  #: by block: names in files
     first: int  #: the byte at which the first block begins
     hashes: bytes  #: the SHA-256 of the blocks, one after another
 
@@ -67,7 +66,7 @@ def write_files(files: Mapping[Path, Sequence[BlockToWrite]], facts: Mapping[str
             try:
                 # the next begins when the windows of this one are free
                 begun = [_begin(path, blocks, facts, threads, files_begun) for path, blocks in files.items()]
-                return [WrittenFile(dtypes, first, hashes.result()) for dtypes, first, hashes in begun]
+                return [WrittenFile(first, hashes.result()) for first, hashes in begun]
             except BaseException as error:  # also Ctrl-C: writes that have not begun are cancelled
                 threads.shutdown(wait=False, cancel_futures=True)
                 for file in files_begun:
@@ -84,10 +83,9 @@ def _begin(
     facts: Mapping[str, str],
     threads: ThreadPoolExecutor,
     opened: list[NewFile],
-) -> tuple[list[str], int, Future[bytes]]:
+) -> tuple[int, Future[bytes]]:
     """Begin to write a file on threads and add it to ``opened``. Return what ``WrittenFile`` says, in the future."""
-    dtypes = [dtype_name(block.dtype, block.name) for block in blocks]
-    tensors = [(block.name, dtype, block.shape) for block, dtype in zip(blocks, dtypes, strict=True)]
+    tensors = [(block.name, dtype_name(block.dtype, block.name), block.shape) for block in blocks]
     head, offsets = header([*tensors, (HASHES, "U8", (len(blocks), HASH))], facts)
     file = NewFile(path, offsets[-1])
     opened.append(file)
@@ -98,7 +96,7 @@ def _begin(
             hashes[-AT_ONCE].result()
         hashes.append(threads.submit(_write, file, offset, block.name, host_array(block.read())))
     # Threads take tasks in order: all blocks of the file are written, or being written, when this one begins.
-    return dtypes, offsets[0], threads.submit(_write_hashes, file, offsets[-2], hashes)
+    return offsets[0], threads.submit(_write_hashes, file, offsets[-2], hashes)
 
 
 def _write_hashes(file: NewFile, offset: int, hashes: Sequence[Future[bytes]]) -> bytes:

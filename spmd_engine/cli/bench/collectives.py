@@ -28,7 +28,7 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to
 @count_option("rounds", 15)
 @click.option("--only", type=Choice(OPERATIONS), multiple=True, help="Only this operation; may be repeated.")
 @click.option("--largest", type=WholeRange(min=1), default=64, help="MiB of the largest arrays.")
-@output_option()
+@output_option
 def collectives(ranks: int, rounds: int, only: tuple[str, ...], largest: int, output: Path | None) -> None:
     """Time calls of 8 bytes and more in four ways, alternating. Sizes are those of whole arrays, in float32.
 

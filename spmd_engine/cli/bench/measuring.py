@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
-from spmd_engine.cli.values import WholeRange
+from spmd_engine.cli.values import FILE, WholeRange
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.observability.render import text_table
@@ -31,34 +31,28 @@ def count_option(name: str, default: int, least: int = 1) -> Option:
     return click.option(f"--{name}", type=WholeRange(min=least), default=default)
 
 
-def output_option() -> Option:
-    """``--output``, checked before anything is measured."""
-
-    def check(_, __, output: Path | None) -> Path | None:
-        if output and not output.parent.is_dir():
+def _check_output(_, __, output: Path | None) -> Path | None:
+    """Check ``--output`` before anything is measured."""
+    if output:
+        check_ending("--output", output, ".json")
+        if not output.parent.is_dir():
             raise UsageError(f"--output {output}: there is no such folder")
-        if output:
-            check_ending("--output", output, ".json")
-        return output
+    return output
 
-    path = click.Path(path_type=Path, dir_okay=False)
-    return click.option("--output", type=path, callback=check, help="A JSON file for all figures.")
+
+output_option = click.option("--output", type=FILE, callback=_check_output, help="A JSON file for all figures.")
 
 
 def report(columns: Sequence[str], rows: Sequence[Sequence[str]], figures: Any, output: Path | None) -> None:
-    """Print the table, and write all ``figures`` to ``output``."""
-    print_table(columns, rows)
-    if output:
-        with output_file(output) as file:
-            file.write((json.dumps(figures, indent=1) + "\n").encode())
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table with numbers aligned to the right, at least 140 columns wide, also in a pipe."""
+    """Print the table, with numbers to the right and at least 140 columns also in a pipe; write ``figures`` to
+    ``output``."""
     console = Console(highlight=False)
     console.width = max(console.width, 140)
     first, *others = columns
     console.print(text_table([first, *(f">{name}" for name in others)], rows, edge=False))
+    if output:
+        with output_file(output) as file:
+            file.write((json.dumps(figures, indent=1) + "\n").encode())
 
 
 def spread(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
@@ -111,9 +105,9 @@ def mpiexec(ranks: int) -> list[str]:
 _SIZE = 1024
 
 
-def sgemm_peak(rounds: int = 20) -> float:
-    """Floating-point operations a second of one core's float32 matrix products: the best of ``rounds``."""
+def sgemm_peak() -> float:
+    """Floating-point operations a second of one core's float32 matrix products: the best of 20 turns."""
     a, b = (np.random.default_rng(seed).standard_normal((_SIZE, _SIZE)).astype(np.float32) for seed in (0, 1))
     out = np.empty_like(a)
     with threadpool_limits(1, "blas"):
-        return 2 * _SIZE**3 / min(turns_of(lambda: np.matmul(a, b, out=out), turns=rounds))
+        return 2 * _SIZE**3 / min(turns_of(lambda: np.matmul(a, b, out=out), turns=20))

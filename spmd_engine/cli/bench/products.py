@@ -27,7 +27,7 @@ OF_MODELS = {
 
 @click.command(short_help="Speed of matrix products, by library, dtype and size.")
 @count_option("rounds", 3)
-@output_option()
+@output_option
 def products(rounds: int, output: Path | None) -> None:
     """Measure products in one thread, by NumPy and by the libraries that are installed, in GFLOP/s.
 

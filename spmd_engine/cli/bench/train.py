@@ -41,7 +41,7 @@ from spmd_engine.training.workload import Workload, make_trainer, open_workload
 @count_option("ranks", 2)
 @count_option("steps", 10)
 @count_option("rounds", 3)
-@output_option()
+@output_option
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def train(ranks: int, steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
     """Time training steps; further options are those of 'train'.
@@ -88,7 +88,7 @@ REST = "loss, optimizer and data"
 )
 @count_option("steps", 5)
 @count_option("rounds", 3)
-@output_option()
+@output_option
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
     """Train on one core and print the milliseconds of a step by layer; further options are those of 'train'.

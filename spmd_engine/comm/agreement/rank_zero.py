@@ -15,8 +15,7 @@ import numpy as np
 
 from spmd_engine.comm.agreement.signature import number_of
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.shared_memory.arena import ALIGNMENT
-from spmd_engine.comm.shared_memory.node import OwnMemory, mapped
+from spmd_engine.comm.shared_memory.arena import ALIGNMENT, OwnMemory, mapped
 from spmd_engine.errors import UsageError
 
 T = TypeVar("T")
@@ -133,7 +132,7 @@ def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, dtype: Any 
     """Rank 0's ``parts``, joined along their first axis, as a read-only array on every rank. Collective.
 
     ``dtype``: of the result; None: of the first part. The other ranks' ``parts`` are ignored and may be None. Ranks of
-    a node map the same memory, like arenas (see ``node``); where the system refuses, each rank has an array of its own.
+    a node map the same memory, like arenas; where the system refuses, each rank has an array of its own.
     """
     zero = group.lowest
     mine = parts if group.rank == zero and parts is not None else ()

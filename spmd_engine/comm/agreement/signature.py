@@ -14,8 +14,8 @@ import numpy as np
 
 from spmd_engine.arrays import dtypes
 from spmd_engine.comm.blocks import span
-from spmd_engine.comm.communicators.communicator import Ranks
-from spmd_engine.comm.pending import RanksEnded, Steps
+from spmd_engine.comm.communicators.communicator import Communicator, MessagePart, Ranks
+from spmd_engine.comm.pending import TIMEOUT, Operation, RanksEnded, Steps
 from spmd_engine.comm.rounds import Payload, distances, shift
 
 MAX_DIMS = 16
@@ -25,6 +25,8 @@ _FORMAT = 2  # of marshal: equal values give equal bytes, and ``loads`` ignores 
 _DIGITS = 15  # most bytes of a marshalled number
 _LENGTH = 8  # bytes that hold the length of a row of ``copies``
 _LEAST = 1 << 13  # least bytes of room for rows: more than the description of a broadcast's array
+_TEXTS = 32763  # the tag of ``gather_texts``; no other messages of the world have it
+_SHORT = 128  # bytes of a text that travels with the lengths
 
 
 def room(ranks: int) -> int:
@@ -239,3 +241,29 @@ def disseminate(
         return words, [row], False
     all_rows = [rows[(ranks.rank - r) % n] for r in range(n)] if row and len(rows) == n else None
     return words, all_rows, not words[_LACKS]
+
+
+# --- What ranks say to each other before anything connects them but messages: when they join a world
+
+
+def gather_texts(comm: Communicator, text: str, ranks: Sequence[int] | None = None) -> list[str]:
+    """The texts of these ``ranks``, one of which is this one, in their order; None: of all. Collective among them.
+
+    Each rank sends log2(n) messages with all lengths and short texts; if a text is longer, as many again, with all
+    texts at the length of the longest.
+    """
+    members = list(ranks) if ranks is not None else list(range(comm.size))
+    part, data = MessagePart(comm, members), text.encode()
+    words = Signature("barrier").words
+
+    def steps() -> Steps:
+        short = data[:_SHORT].ljust(_SHORT, b"\0")
+        _, rows, _ = yield from disseminate(part, words, short + len(data).to_bytes(8, "little"), _TEXTS)
+        lengths = [int.from_bytes(row[_SHORT:], "little") for row in rows]
+        if (longest := max(lengths)) > _SHORT:
+            _, rows, _ = yield from disseminate(part, words, data.ljust(longest, b"\0"), _TEXTS)
+        return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
+
+    if part.size == 1:
+        return [text]
+    return comm.progress.begin(Operation(comm, steps(), TIMEOUT, "for all ranks to join")).wait()

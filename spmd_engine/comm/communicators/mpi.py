@@ -11,18 +11,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import ceil
+from threading import Thread
 
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.agreement.joining import gather_texts
-from spmd_engine.comm.agreement.signature import Signature, disseminate
+from spmd_engine.comm.agreement.signature import Signature, disseminate, gather_texts
 from spmd_engine.comm.communicators.communicator import Communicator, MessagePart
 from spmd_engine.comm.connections import Connections, even_nodes
 from spmd_engine.comm.pending import Operation, Progress, ProgressThread, Steps
-from spmd_engine.comm.shared_memory.node import Node, open_node
+from spmd_engine.comm.shared_memory.arena import Node, open_node
 from spmd_engine.comm.shared_memory.slot_table import SlotTable, room_for_table, size_of_table, table_on
-from spmd_engine.errors import MeshError
+from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.runtime.activity import Memory
 from spmd_engine.runtime.other_nodes import ASK, ENDED, SideMessages
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 KEPT = 32  # unused communicators that are kept: MPI allows about 2,000
 PIECE = 1 << 30  # most bytes of a message: some MPI libraries refuse counts from 2^31
 _CREATION = 32764  # a tag that no other message uses
+_JOINING = 32763  # a tag of messages between the first ranks of two jobs
 _MEMBER = struct.Struct("<?q")  # a member's message: whether it keeps such a communicator, offset of its slot table
 _SPIN_TESTS = 1000  # tests of a condition before yielding, about 200 microseconds
 _YIELDS = 100  # yields before sleeping, as a peer may be nearly ready
@@ -256,3 +258,70 @@ def is_device_aware() -> bool:
         with suppress(AttributeError, OSError):
             return bool(ctypes.CDLL(library).MPIX_Query_cuda_support())
     return False
+
+
+# --- The port at which the first ranks of two jobs of MPI meet, so that the ranks of one join the other
+
+
+class MPIPort:
+    """A Port between two jobs of MPI, as ``ThreadPort``: opened, or, with a ``name``, that of the other job.
+
+    A thread waits for the other rank, up to ``timeout`` seconds, as MPI waits only inside a call.
+    """
+
+    def __init__(self, name: str, timeout: float) -> None:
+        if not MPI.Get_library_version().startswith("MPICH") or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            raise UsageError("ranks can join a job of MPICH with threads; this MPI library is another one")
+        self._joins, self._timeout, self._why = bool(name), timeout, ""
+        self.name = name or MPI.Open_port()
+        self.leaders: MPI.Intracomm | None = None  #: both ranks
+        self._sent: list[MPI.Request] = []
+        self._thread = Thread(target=self._connect, name="spmd_engine port", daemon=True)
+        self._thread.start()
+
+    def _connect(self) -> None:
+        info = MPI.Info.Create()
+        info.Set("timeout", str(ceil(self._timeout)))
+        try:
+            pair = (MPI.COMM_SELF.Connect if self._joins else MPI.COMM_SELF.Accept)(self.name, info)
+            self.leaders = pair.Merge(self._joins)
+            pair.Free()
+        except MPI.Exception as error:
+            self._why = f"they did not connect in {self._timeout:g} s ({error.Get_error_string()})"
+        finally:
+            info.Free()
+
+    def is_connected(self) -> bool:
+        if self._why:
+            raise UsageError(self._why)
+        return self.leaders is not None
+
+    def send(self, text: str) -> None:
+        assert self.leaders is not None
+        self._sent.append(self.leaders.Isend([text.encode(), MPI.BYTE], 1 - self.leaders.rank, _JOINING))
+
+    def receive(self) -> str | None:
+        status = MPI.Status()
+        if self.leaders is None or not self.leaders.Iprobe(1 - self.leaders.rank, _JOINING, status):
+            return None
+        data = bytearray(status.Get_count(MPI.BYTE))
+        self.leaders.Recv([data, MPI.BYTE], 1 - self.leaders.rank, _JOINING)  # it has arrived: no wait
+        return data.decode()
+
+    def close(self) -> None:
+        self._thread.join()
+        if not self._joins:
+            MPI.Close_port(self.name)
+
+    @staticmethod
+    def merge(own: MPI.Intracomm, port: MPIPort | None, joins: bool) -> MPI.Intracomm:
+        """A communicator of the ranks of both worlds, those that join after the others. Collective; ``own``: of this
+        world, whose rank 0 has the ``port``."""
+        leaders = port.leaders if port else None
+        both = own.Create_intercomm(0, leaders or MPI.COMM_SELF, 0 if joins else 1, _JOINING)
+        merged = both.Merge(joins)
+        both.Free()
+        if port and leaders:
+            MPI.Request.Waitall(port._sent)
+            leaders.Free()
+        return merged

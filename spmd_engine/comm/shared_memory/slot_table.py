@@ -20,10 +20,9 @@ import numpy as np
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.agreement.signature import Signature, Signatures, room
 from spmd_engine.comm.pending import Condition
-from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Neighbours
+from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Neighbours, Node, aligned
 from spmd_engine.comm.shared_memory.cross_memory import Block, RemoteArray
 from spmd_engine.comm.shared_memory.futex import Waker
-from spmd_engine.comm.shared_memory.node import Node
 
 SLOTS = 8  # calls of a group that can be in progress at once; further calls wait
 SMALL = 1 << 12  # bytes of data in an entry
@@ -74,8 +73,7 @@ def table_on(node: Node, members: Sequence[int], rank: int, offset: int = HEAD) 
     """The table of ``members``, in which this is rank ``rank``, at ``offset`` in the first member's arena."""
     local, neighbours = [node.ranks.index(member) for member in members], node.neighbours
     memory = memoryview(neighbours.memories[local[0]])[offset : offset + size_of_table(len(local))]
-    home = offset if rank == 0 else None
-    return SlotTable(memory, rank, local, neighbours, node.futexes, home)
+    return SlotTable(memory, rank, local, neighbours, node.futexes, home=offset if rank == 0 else None)
 
 
 class SlotTable:
@@ -262,10 +260,6 @@ class SlotTable:
             return np.ndarray(shape, dtype, self._staging[slot % STAGING][rank])
         return np.ndarray(shape, dtype, self._entries[slot][rank], _signature_size(self.size))
 
-    def is_shared(self, x: np.ndarray) -> bool:
-        """Whether contiguous ``x`` is in memory that the node's ranks share."""
-        return self.neighbours.offset(x) is not None
-
     def address(self, x: np.ndarray, sliced: bool = False) -> Address | None:
         """The address at which other ranks can read contiguous ``x``: in this rank's arena, or in its ordinary memory.
 
@@ -289,11 +283,11 @@ class SlotTable:
 
 
 def _words_size(ranks: int) -> int:
-    return _aligned(8 * ranks * _WORDS)
+    return aligned(8 * ranks * _WORDS)
 
 
 def _signature_size(ranks: int) -> int:
-    return _aligned(room(ranks))
+    return aligned(room(ranks))
 
 
 def _entry_size(ranks: int) -> int:
@@ -303,10 +297,6 @@ def _entry_size(ranks: int) -> int:
 def room_of(ranks: int) -> int:
     """Bytes of inline data of a rank, in a group of this size."""
     return max(min(ROOM, (1 << 22) // ranks // ALIGNMENT * ALIGNMENT), SMALL)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _pieces(memory: memoryview, size: int, count: int) -> list[memoryview]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.agreement.signature import Signature
-from spmd_engine.comm.nccl_ranks import QueuedCall
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.transports.transport import AgreedCall, Facts, Parts, Transport
 
@@ -25,7 +24,7 @@ _FLOATS = {"c": 2}  # in an element, by the kind of its dtype
 
 
 class NcclTransport(Transport):
-    """See ``Transport``. ``queue`` runs its methods; they never wait."""
+    """See ``Transport``. ``nccl.queue`` runs its methods; they never wait."""
 
     name = "NCCL"
     keeps_call_order = True
@@ -37,11 +36,7 @@ class NcclTransport(Transport):
     def __init__(self, call: AgreedCall) -> None:
         super().__init__(call)
         assert call.connections.nccl is not None
-        self._ranks, self._in_rank_order = call.connections.nccl, call.facts.in_rank_order
-
-    def queue(self, work: QueuedCall, move: Callable[[], Steps], ready: Any = None) -> Steps:
-        """See ``NcclRanks``."""
-        return self._ranks.queue(work, move, ready)
+        self.nccl, self._in_rank_order = call.connections.nccl, call.facts.in_rank_order
 
     def all_gather(self, x: Array, parts: Parts) -> Steps:
         mine = x[parts[self.rank]]
@@ -108,7 +103,7 @@ class NcclTransport(Transport):
     @contextmanager
     def _group(self) -> Iterator[tuple[Any, Callable[[str], int], int]]:
         """NCCL's communicator, its constants, and the stream; the calls inside start together."""
-        ranks = self._ranks
+        ranks = self.nccl
         ranks.library.groupStart()
         try:
             yield ranks.communicator, lambda name: int(getattr(ranks.library, f"NCCL_{name}")), ranks.stream.ptr

@@ -112,11 +112,12 @@ def readable_with_result(
     ``out``, if given, is ``x`` itself or does not overlap it. ``copies``: if ``x`` is not in shared memory, its parts
     for the others are copied there, where also the result can be.
     """
-    if copies and not table.is_shared(x) and (copy := table.neighbours.own.empty(x.shape, x.dtype)) is not None:
+    neighbours = table.neighbours
+    if copies and neighbours.offset(x) is None and (copy := neighbours.own.empty(x.shape, x.dtype)) is not None:
         for r, part in enumerate(_split_at_cache_lines(x.size, x.itemsize, table.size)):
             if r != table.rank:
                 copy.reshape(-1)[part] = x.reshape(-1)[part]
-        return copy, out if out is not None and table.is_shared(out) else copy
+        return copy, out if out is not None and neighbours.offset(out) is not None else copy
     result = readable_result(table, x, out)
     if result is None:
         return None, None

@@ -48,7 +48,7 @@ class AgreedCall(NamedTuple):
     ranks: Ranks
     connections: Connections  #: of all ranks of the group
     transports: Sequence[type[Transport]]  #: all of them
-    entries: Entries | None  #: of this node's ranks in their slot table, if there is one
+    entries: Entries | None = None  #: of this node's ranks in their slot table, if there is one
 
     def transport(self) -> Transport:
         """The first of the transports that suits the call."""

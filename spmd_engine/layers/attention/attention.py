@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import reduce
 from math import ceil, log2, prod, sqrt
-from typing import Any, SupportsIndex
+from typing import Any
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.elementwise import add_to
 from spmd_engine.arrays.precision import accumulated_in, rounded, widened
-from spmd_engine.errors import UsageError, check_argument
+from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.attention_config import AttentionConfig
 from spmd_engine.layers.attention.context import ContextMethod, GatherKeys
 from spmd_engine.layers.attention.kv_cache import cached_attention
@@ -53,7 +53,6 @@ class Attention(Layer):
         out_std: float = 0.02,
         **fields: Any,
     ):
-        check_argument("Attention: width", width, SupportsIndex, "a number")
         config = _with_fields(config or AttentionConfig(), fields)
         shared = heads if key_value_heads is None else key_value_heads
         if shared < 1 or heads % shared or (config.head_width is None and width % heads):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spmd_engine.arguments import checked
 from spmd_engine.arrays.attention import HIDDEN, attend_to_all, attend_to_keys, causal_attention, merge_parts
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import accumulated_in, rounded
@@ -25,6 +26,7 @@ class Cache:
     and its pipeline stage; all ranks must make the same calls.
     """
 
+    @checked({"lengths": 0})
     def __init__(self, lengths: Sequence[int] | None = None) -> None:
         """``lengths`` of sequences whose columns are added next: see ``unpack_cache``."""
         self.by_window: dict[int | None, Columns] = {}  #: the columns of all layers with the same window

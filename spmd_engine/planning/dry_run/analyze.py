@@ -14,12 +14,11 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.meta.array import ShapedArray
-from spmd_engine.arrays.meta.backend import Shapes, on_shapes
-from spmd_engine.arrays.meta.device import BATCH_MEMORY, DeviceShapes
+from spmd_engine.arrays.meta.backend import BATCH_MEMORY, DeviceShapes, Shapes, on_shapes
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.arrays.precision import dtype_of
-from spmd_engine.axes import MeshPosition, checked_axes, count_ranks, position_of, uneven_axes
+from spmd_engine.axes import MeshPosition, checked_axes, count_ranks, position_of, rank_grid, uneven_axes
 from spmd_engine.comm.blocks import span
 from spmd_engine.engine import Batch, LayeredEngine, ModelConfig, ParallelConfig, ShardedEngine, make_batch
 from spmd_engine.engine.build import composed_assignment, composed_layout
@@ -37,7 +36,6 @@ from spmd_engine.planning.dry_run.rank_classes import (
     UnevenParts,
     find_rank_classes,
     ranks_by_class,
-    separate_classes,
     slot_table_bytes,
     uneven_parts,
 )
@@ -96,9 +94,8 @@ def analyze(
     every = every or bool(others or uneven_axes(axes))
     uneven = [] if every else _uneven_summed_parts(built, layout, composition, axes, dtype.itemsize)
     uneven += [((axis,), shares) for axis, shares in composition.storage.shares.items()]
-    classes = (
-        separate_classes(axes) if every else find_rank_classes(built, layout, axes, set(samples), uneven, sequence)
-    )
+    # a class for every rank, or for those that are equal
+    classes = rank_grid(axes) if every else find_rank_classes(built, layout, axes, set(samples), uneven, sequence)
     ranks = DryRunRanks(axes, classes, Mailbox(), nodes or ["here"] * count_ranks(axes), others)
     members = ranks_by_class(classes)
     uniform = not every and _layers_are_uniform(built, layout, axes, set(samples), sequence, len(members))
@@ -279,11 +276,8 @@ def sample_shapes(model: Model, length: int | None) -> tuple[tuple[int, ...], tu
     """
     lengths = {"s": length or model.context}
     shapes = []
-    for dims, sizes in (
-        (model.inputs, model.layers[0][1].sizes),
-        (model.targets, model.layers[-1][1].sizes),
-    ):
-        letters = dims.split()[1:]
+    for dims, (_, layer) in (model.inputs, model.layers[0]), (model.targets, model.layers[-1]):
+        letters, sizes = dims.split()[1:], layer.sizes
         if dims == model.inputs and model.sample is not None:
             shapes.append(tuple(model.sample))
             continue
@@ -424,7 +418,7 @@ def analyze_engine(
     Raises UsageError if the engine reads values, which shapes do not have.
     """
     mailbox = Mailbox()
-    ranks = DryRunRanks(axes, separate_classes(axes), mailbox, ["here"] * count_ranks(axes))
+    ranks = DryRunRanks(axes, rank_grid(axes), mailbox, ["here"] * count_ranks(axes))
     sizes: dict[str, int] = {}
     notes: dict[str, None] = {}
 

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -204,21 +205,25 @@ class IsolatedLayer:
         )
 
 
-def kind_of(x: Any) -> Hashable:
-    """The content of an object as a key: equal for equal layers."""
-    if x is None or isinstance(x, (str, int, float, bool, type)):
+def kind_of(x: Any, outer: tuple[int, ...] = ()) -> Hashable:
+    """The content of an object as a key: equal for equal layers. ``outer`` are the objects that contain it."""
+    if x is None or isinstance(x, (str, int, float, bool, type, ModuleType)):
         return x
-    if isinstance(x, Mapping):
-        return tuple((name, kind_of(value)) for name, value in x.items())
-    if isinstance(x, (list, tuple)):
-        return tuple(kind_of(value) for value in x)
+    if id(x) in outer:  # it contains itself
+        return len(outer) - outer.index(id(x))
     if isinstance(x, partial):
-        return kind_of((x.func, x.args, x.keywords))
-    if callable(x) and not hasattr(x, "__dict__"):
-        return repr(x)
-    if hasattr(x, "__code__"):
-        return x.__module__, x.__qualname__, kind_of([cell.cell_contents for cell in x.__closure__ or ()])
-    return type(x), kind_of({name: value for name, value in vars(x).items() if name != "tied"})
+        content: Any = x.func, x.args, x.keywords
+    elif hasattr(x, "__code__"):
+        content = x.__module__, x.__qualname__, *(cell.cell_contents for cell in x.__closure__ or ())
+    elif isinstance(x, Mapping):
+        content = x.items()
+    elif isinstance(x, (list, tuple)):
+        content = x
+    elif hasattr(x, "__dict__"):
+        content = type(x), *((name, value) for name, value in vars(x).items() if name != "tied")
+    else:
+        return x.tobytes() if isinstance(x, np.ndarray) else repr(x)
+    return tuple(kind_of(value, (*outer, id(x))) for value in content)
 
 
 def untouched(gradients: GradientSums) -> frozenset[str]:

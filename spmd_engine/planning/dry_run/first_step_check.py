@@ -80,7 +80,7 @@ class FirstStepCheck(Hook):
 
     def _judge(self, made: list, measured: list, seconds: float) -> dict[str, Any]:
         """The first difference, if any, and the facts for ``metrics.jsonl``. Only rank 0 imports the planner."""
-        from spmd_engine.planning.machine.files import default_machine
+        from spmd_engine.planning.machine.machine import default_machine
         from spmd_engine.planning.simulator import check_prediction as check
         from spmd_engine.planning.simulator.simulation import simulate
 
@@ -127,10 +127,10 @@ def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | Non
 
     def predict() -> tuple[StepAnalysis, set[str]]:
         from spmd_engine.planning import analyze
-        from spmd_engine.planning.simulator.check_prediction import routed_labels
 
         shape = engine.model, engine.mesh.all_axes, job.composition
         options = {"layout": engine.layout, "nodes": engine.mesh.nodes_by_rank, "documents": workload.data.documents}
-        return analyze(*shape, **options, **step_of(job)), routed_labels(engine.model)
+        routed = {name for name, layer in engine.model.layers if "E" in layer.sizes}  # to experts, by values
+        return analyze(*shape, **options, **step_of(job)), routed
 
     return FirstStepCheck(engine, predict, enforced=enforced)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.axes import PIPE, MeshPosition, all_positions, rank_grid
+from spmd_engine.axes import PIPE, MeshPosition, all_positions
 from spmd_engine.comm.notation import Weights, nested_span
-from spmd_engine.comm.shared_memory.node import MOST_RANKS
+from spmd_engine.comm.shared_memory.arena import MOST_RANKS
 from spmd_engine.comm.shared_memory.slot_table import size_of_table
 from spmd_engine.layers import Layer
 from spmd_engine.layers.contract import is_checked
@@ -82,11 +82,6 @@ def _layers_in(value: Any) -> Iterator[Layer]:
         value = tuple(vars(value).values())
     for part in value if isinstance(value, (list, tuple)) else ():
         yield from _layers_in(part)
-
-
-def separate_classes(axes: Mapping[str, int]) -> np.ndarray:
-    """A class for every rank: int[axes], -1 where an uneven stage has no rank."""
-    return rank_grid(axes)
 
 
 def _lengths_along(

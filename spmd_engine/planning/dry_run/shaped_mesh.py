@@ -275,7 +275,7 @@ class ShapedGroup(Group):
 
     def _message_key(self, direction: str, peer: int, distance: int, sender: int, channel: int | None) -> tuple:
         """The key of a message: its group, the class of its sender, its distance, and its number."""
-        number = ("channel", channel) if channel is not None else self.connections.next_message(direction, peer)
+        number = ("channel", channel) if channel is not None else next(self.connections.messages[direction, peer])
         return "message", self._key, sender, distance, number
 
 

@@ -146,11 +146,6 @@ class Communication:
         return self.operation, self.axes, self.label
 
     @property
-    def trace_name(self) -> str:
-        """The name in a trace."""
-        return f"{self.operation} over {self.axes}" + (f" ({self.label})" if self.label else "")
-
-    @property
     def ends_of_message(self) -> tuple[int, int, int | None] | None:
         """Sender, receiver and channel of a message; None for collectives."""
         if self.peer is None:

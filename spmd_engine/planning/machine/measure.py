@@ -144,21 +144,15 @@ def _time_turns(mesh: Mesh, act: Act, seconds: float, backend: Backend) -> list[
     Collective."""
     clock = perf_counter if backend.on_device else process_time
 
-    def took(times: int) -> float:
-        backend.synchronize()
-        began = clock()
+    def repeat(times: int) -> None:
         for _ in range(times):
             act()
         backend.synchronize()
-        return clock() - began
 
-    took(1)
-    many = max(1, min(1 << 16, round(seconds / REPEATS / max(took(1), 1e-6))))
-    turns = []
-    for _ in range(REPEATS):
-        mesh.barrier()
-        turns.append(max(took(many) / many, 1e-9))
-    return turns
+    _, once = turns_of(lambda: repeat(1), backend.synchronize, 2, clock)
+    many = max(1, min(1 << 16, round(seconds / REPEATS / max(once, 1e-6))))
+    turns = turns_of(lambda: repeat(many), lambda: (mesh.barrier(), backend.synchronize()), clock=clock)
+    return [max(took / many, 1e-9) for took in turns]
 
 
 def turns_of(act: Act, begin: Act = lambda: None, turns: int = REPEATS, clock: Clock = perf_counter) -> list[float]:

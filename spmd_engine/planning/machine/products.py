@@ -21,7 +21,7 @@ from spmd_engine.arrays.product_libraries.installed import LIBRARIES, load
 from spmd_engine.arrays.product_libraries.library import ProductLibrary, blas_threads, numpy_blas
 from spmd_engine.arrays.products import DTYPES, NUMPY, SIZES, product_by
 from spmd_engine.foreign import parse_json, read_text
-from spmd_engine.planning.machine.files import calibrated_file
+from spmd_engine.planning.machine.machine import calibrated_file
 from spmd_engine.runtime.environment import processor
 
 logger = logging.getLogger(__name__)

@@ -29,13 +29,11 @@ from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.engine import PassCache, kind_of
 from spmd_engine.planning.dry_run.step_analysis import Computation, HashedOnce, Phases, RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.estimate import Estimator
-from spmd_engine.planning.search.layer_costs import LayerCosts, ShardedLayers, ZeroComm, between, repeated_layers
+from spmd_engine.planning.search.estimate import Estimator, Slots
+from spmd_engine.planning.search.layer_costs import LayerCosts, ShardedLayers, ZeroComm, between
 from spmd_engine.planning.search.search_space import BATCH, PIPE, REPLICAS, STORED, SUMMED, Axes, Candidate, first_group
 from spmd_engine.planning.search.shares import stage_slowdowns
-from spmd_engine.planning.simulator.collective_time import CollectiveTimes
-from spmd_engine.planning.simulator.compute_time import ComputeTimes
-from spmd_engine.planning.simulator.slots import Slots
+from spmd_engine.planning.simulator.times import CollectiveTimes, ComputeTimes
 from spmd_engine.sharding import Layout
 
 #: Samples of a micro-batch per rank for which layers are dry run; other costs are interpolated linearly.
@@ -76,7 +74,8 @@ class CostModel:
         self._estimates_anything = False
         #: dry runs by the axes and options of the small mesh: they do not depend on the machine
         self.analyses: dict[tuple, StepAnalysis] = {}
-        self.seconds_by_node: dict[str, float] = {}  #: seconds of the same work, by the name of the kind of node
+        #: seconds of the same work while all ranks of a node compute, by the name of the kind of node
+        self.seconds_by_node: dict[str, float] = {}
         self.cache = PassCache()  #: other analyses of the model may share it
 
     def once(self, key: tuple, compute: Callable[[], Any]) -> Any:
@@ -91,11 +90,12 @@ class CostModel:
         key = candidate.axes, samples, candidate.sequence_parallel, candidate.recompute, candidate.zero, first
         if key not in self._results:  # not by ``once``: this is called for each bound
             self._results[key] = self._sharded(candidate, first)
-        sharded = self._results[key]
-        if sharded is None:
-            return None
-        layers, update = sharded
-        return Estimator(self, candidate, layers, update, self._slowdowns(candidate))
+        sharded, slowdowns = self._results[key], None
+        given, by_node = self.base.work_shares, self.seconds_by_node
+        if sharded and (self.machine.heterogeneous or given):
+            key = "slowdowns", candidate.axes, samples, candidate.order
+            slowdowns = self.once(key, lambda: stage_slowdowns(self.machine, by_node, candidate, given))
+        return sharded and Estimator(self, candidate, *sharded, slowdowns)
 
     def check_layers(self) -> None:
         """Raise the error of a candidate if no candidate could be analyzed: the layers themselves are wrong."""
@@ -111,24 +111,14 @@ class CostModel:
             self._refusal = error
             return None
         self._estimates_anything = True
-        recompute = candidate.recompute
-        repeated = self.once(("repeated", recompute), lambda: repeated_layers(self.model, recompute))
-        key = "layers", id(costs), recompute
-        layers = self.once(key, lambda: ShardedLayers(self.model, costs, repeated))
+        key = "layers", id(costs), candidate.recompute
+        layers = self.once(key, lambda: ShardedLayers(self.model, costs, candidate.recompute))
         _, stored, _, _ = self.groups(candidate.axes)
         # a bound on work does not bound what hides ZeRO's gathers; ZeRO-1 sends nothing per micro-batch
         if first or candidate.zero < 2 or len(stored) == 1 or self.is_by_copy(candidate):
             return layers, update
         zero, comm = candidate.zero, lambda: self.zero_comm(layers, stored)
         return self.once((*key, stored, zero), lambda: layers.under_zero(zero, comm())), update
-
-    def _slowdowns(self, candidate: Candidate) -> np.ndarray | None:
-        """The slowdown of each stage on unequal nodes."""
-        key = candidate.axes, candidate.batch_size // candidate.micro_batches, candidate.order
-        given, by_node = self.base.work_shares, self.seconds_by_node
-        if not self.machine.heterogeneous and not given:
-            return None
-        return self.once(("slowdowns", *key), lambda: stage_slowdowns(self.machine, by_node, candidate, given))
 
     def groups(self, axes: Axes) -> tuple[HashedOnce, ...]:
         """The ranks of a mesh's first group over SUMMED, STORED, REPLICAS, and axis pipe."""
@@ -209,8 +199,10 @@ class CostModel:
             position = MeshPosition(inner or {"data": 1}, dict(step.coordinates))
         layout = layout_for(self.small, position, sequence_parallel=candidate.sequence_parallel)
         costs = self._layer_costs(step, position, layout, candidate, samples, parts)
-        if self.machine.heterogeneous and not self.seconds_by_node:
-            self.seconds_by_node = self._seconds_by_node(step)
+        for rank, (_, node) in enumerate(self.machine.places if self.machine.heterogeneous else ()):
+            if node.name not in self.seconds_by_node:
+                work = sum(self.compute.of(rank, computation).seconds for computation in step.computations)
+                self.seconds_by_node[node.name] = work * node.contention
         elements = sum(layer.parameters - layer.tied for layer in costs)
         rest = [computation for computation in step.computations if computation.phase in (Phases.UPDATE, Phases.NORM)]
         seconds = sum(self._seconds(computation, parts) for computation in rest)
@@ -219,15 +211,6 @@ class CostModel:
     def _seconds(self, computation: Computation, parts: int) -> float:
         compute = self.compute
         return compute.of(0, computation).seconds if parts == 1 else compute.least(0, computation, parts)
-
-    def _seconds_by_node(self, step: RankStep) -> dict[str, float]:
-        """Seconds of a step on a rank of each kind of node, while all ranks of the node compute."""
-        seconds: dict[str, float] = {}
-        for rank, (_, node) in enumerate(self.machine.places):
-            if node.name not in seconds:
-                work = sum(self.compute.of(rank, computation).seconds for computation in step.computations)
-                seconds[node.name] = work * node.contention
-        return seconds
 
     def _analyze(self, candidate: Candidate, samples: int) -> StepAnalysis:
         key, inner = self._key(candidate, samples), self._inner_axes(candidate)
@@ -303,9 +286,8 @@ class CostModel:
             lengths |= dict(zip(model.inputs.split()[1:], model.sample, strict=True))
         for name, layer in model.layers:
             windows = getattr(layer, "windows", None)
-            if windows is not None and hasattr(windows, "outputs"):
-                lengths["h"], lengths["w"] = windows.outputs
-                lengths["y"], lengths["x"] = windows.outputs
+            if hasattr(windows, "outputs"):
+                lengths |= dict(zip("hwyx", 2 * windows.outputs, strict=True))
             lengths |= {letter: n for letter, n in layer.sizes.items() if letter not in "hwyx" or not model.sample}
             count = 1.0
             for letter in layer.outputs.dims.split():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,12 @@ import numpy as np
 
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.engine.offload.target import PIECE
+from spmd_engine.engine.schedules.schedule import Backward, BackwardInput, BackwardWeight, Compute, Forward, Schedule
 from spmd_engine.engine.state.array_table import GRADIENT, USED, array_table
 from spmd_engine.planning.search.layer_costs import ShardedLayers, StageSums
 from spmd_engine.planning.search.search_space import STORED, Candidate
-from spmd_engine.planning.simulator.collective_time import Duration
-from spmd_engine.planning.simulator.slots import Slots
 from spmd_engine.planning.simulator.step_evaluation import PlanEvaluation, peak_memory
+from spmd_engine.planning.simulator.times import Duration
 
 if TYPE_CHECKING:
     from spmd_engine.planning.search.cost_model import CostModel
@@ -49,11 +50,6 @@ class Estimate:
     @property
     def simulated(self) -> bool:
         return self.evaluation is not None
-
-    @property
-    def throughput(self) -> float:
-        """Samples a second."""
-        return self.candidate.batch_size / self.seconds
 
     @property
     def bandwidth(self) -> float:
@@ -139,7 +135,7 @@ class Estimator:
             seconds += self._exposed_seconds(undivided, quickest * layers.before[:, -1:])
         elements = layers.own_elements / p
         kept = 0.0 if "activations" in self.candidate.places else layers.all_kept / p
-        return seconds + self._update_seconds(elements), elements * self._element_bytes() + kept
+        return seconds + self._update_seconds(elements), sum(self._stored_bytes(elements).values()) + kept
 
     def _disk_seconds(self, size: float, loaded: float = 0.0) -> float:
         """Seconds in which the ranks of a node each write ``size`` bytes and read them again, and read ``loaded``."""
@@ -148,10 +144,6 @@ class Estimator:
     def _contended_seconds(self, work: float) -> float:
         """The least seconds if each rank works for ``work`` seconds, where ranks share cores."""
         return work if self.node.cores is None else work * max(1.0, self.neighbours / self.node.cores)
-
-    def _element_bytes(self) -> float:
-        """Bytes that a rank stores between steps for each parameter."""
-        return sum(self._stored_bytes(1.0).values())
 
     # --- stages
 
@@ -165,7 +157,9 @@ class Estimator:
             return (0,)
         if self.candidate.stages is not None:
             return self.candidate.stages
-        chunks, hops = self.pipe * self.candidate.chunks, self._boundary_seconds()
+        chunks, hops = self.pipe * self.candidate.chunks, [0.0] * len(self.layers)
+        if self._message_time(1.0).works:  # a boundary before a layer costs the ranks on both sides
+            hops[1:] = [2 * self._message_time(layer.output).seconds for layer in self.layers.costs[:-1]]
         work = self.layers.work
         slowdowns = () if self.slowdowns is None else tuple(self.slowdowns.tolist()) * self.candidate.chunks
         key = "division", id(self.layers), chunks, hops[-1], self.next_stage, slowdowns
@@ -178,12 +172,6 @@ class Estimator:
             return starts
         return best_division(work.tolist(), chunks, boundary=hops, fits=room, slowdowns=slowdowns)
 
-    def _boundary_seconds(self) -> list[float]:
-        """Seconds that a stage boundary before each layer costs both stages, if ranks move the bytes themselves."""
-        if not self._message_time(1.0).works:
-            return [0.0] * len(self.layers)
-        return [0.0, *(2 * self._message_time(layer.output).seconds for layer in self.layers.costs[:-1])]
-
     def _message_time(self, size: float) -> Duration:
         """The duration of a message between neighbouring stages."""
         return self.model.collectives.of("send", (0, self.next_stage), size)
@@ -193,7 +181,7 @@ class Estimator:
         kept_before = np.array([0.0, *np.cumsum(self.layers.kept)])
         first = np.maximum(np.arange(len(elements)) - self.candidate.overlap, 0)
         end = np.minimum(np.arange(len(elements)) + self.candidate.overlap, len(elements) - 1)
-        stored = self._element_bytes() * (elements[end][None, :] - elements[first][:, None])
+        stored = sum(self._stored_bytes(elements[end][None, :] - elements[first][:, None]).values())
         in_flight = (kept_before[None, :] - kept_before[:, None]) * ("activations" not in self.candidate.places)
 
         def fits(k: int) -> np.ndarray:
@@ -321,7 +309,7 @@ class Estimator:
             seconds = counts[0] * gather + counts[1] * scatter + counts[2] * reduce
         elif zero < 2:
             last = division.by_stage(costs[1] + costs[2])
-            hidden = last * (1 - 1 / division.counts) * self.model.hides_sums
+            hidden = last * (1 - 1 / division.by_stage(np.diff(division.edges))) * self.model.hides_sums
             seconds = np.maximum(scatter * counts[1] + reduce * counts[2] - hidden, 0.0) + gather * counts[0]
         else:
             seconds = comm["last reduce_scatter"][0, division.starts[: self.pipe]] + (gather if zero == 2 else 0.0)
@@ -421,3 +409,85 @@ def best_division(
         end = int(chosen[end])
         starts.append(end)
     return tuple(starts[::-1])
+
+
+# --- The slots of a pipeline's schedule, timed in less than a millisecond
+
+
+FORWARD, INPUT, WEIGHT, BOTH = range(4)
+_KINDS = {Forward: FORWARD, BackwardInput: INPUT, BackwardWeight: WEIGHT, Backward: BOTH}
+
+
+class Slots:
+    """All slots of a schedule, in an order in which each follows the slots that it waits for.
+
+    Times equal those of ``engine.schedules.schedule.timeline``, but thousands of calls are fast: the dependencies
+    between slots are computed once for each schedule, number of stages and number of micro-batches. Sends do not delay
+    their stage.
+    """
+
+    def __init__(self, schedule: Schedule, stages: int, micro_batches: int) -> None:
+        self.stages, self.chunks = stages, stages * schedule.chunks
+        orders = [schedule.order(stages, micro_batches, stage) for stage in range(stages)]
+        self.held = [_list_changes(order) for order in orders]
+        numbers: dict[tuple[int, int, int], int] = {}  # (whether forward, micro-batch, chunk) -> slot
+        #: stage, chunk, kind, the slot whose result is needed (or -1), and whether that is on another stage
+        self.slots: list[tuple[int, int, int, int, bool]] = []
+        at = [0] * stages
+        moved = True
+        while moved:
+            moved = False
+            for stage, order in enumerate(orders):
+                while at[stage] < len(order):
+                    work = order[at[stage]]
+                    need = self._find_source(work)
+                    if need is not None and need not in numbers:
+                        break
+                    kind = _KINDS[type(work)]
+                    source = numbers[need] if need is not None else -1
+                    far = need is not None and need[2] % stages != stage
+                    if kind != WEIGHT:
+                        numbers[int(kind == FORWARD), work.m, work.chunk] = len(self.slots)
+                    self.slots.append((stage, work.chunk, kind, source, far))
+                    at[stage] += 1
+                    moved = True
+
+    def _find_source(self, work: Compute) -> tuple[int, int, int] | None:
+        """The slot whose result a slot needs: (whether forward, micro-batch, chunk)."""
+        if isinstance(work, Forward):
+            return (1, work.m, work.chunk - 1) if work.chunk else None
+        if isinstance(work, Backward | BackwardInput) and work.chunk + 1 < self.chunks:
+            return 0, work.m, work.chunk + 1
+        return None
+
+    def seconds(self, costs: Sequence[tuple[float, float, float]], transfer: float) -> float:
+        """Seconds from the first start to the last end. ``costs`` are seconds of each chunk's forward, input gradient
+        and weight gradients; ``transfer`` is the time of a message between stages."""
+        of_kind = [(f, i, w, i + w) for f, i, w in costs]
+        clock, ends = [0.0] * self.stages, []
+        for stage, chunk, kind, source, far in self.slots:
+            begin = clock[stage]
+            if source >= 0:
+                arrival = ends[source] + transfer if far else ends[source]
+                begin = arrival if arrival > begin else begin
+            end = begin + of_kind[chunk][kind]
+            clock[stage] = end
+            ends.append(end)
+        return max(clock)
+
+    @cached_property
+    def most(self) -> list[int]:
+        """The most micro-batches that each stage holds from forward to backward, for stages of one chunk."""
+        return [max(accumulate(sign for _, sign in held)) for held in self.held]
+
+    def most_held(self, stage: int, of_chunk: Sequence[float]) -> float:
+        """The most bytes that a stage holds; ``of_chunk`` are bytes that a micro-batch keeps in each chunk."""
+        if self.chunks == self.stages:
+            return self.most[stage] * of_chunk[stage]
+        return max(accumulate(sign * of_chunk[chunk] for chunk, sign in self.held[stage]))
+
+
+def _list_changes(order: Sequence[Compute]) -> list[tuple[int, int]]:
+    """(chunk, 1 or -1) where activations are saved and freed."""
+    kinds = [(work, _KINDS[type(work)]) for work in order]
+    return [(work.chunk, 1 if kind == FORWARD else -1) for work, kind in kinds if kind != INPUT]

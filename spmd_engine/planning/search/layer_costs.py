@@ -14,7 +14,7 @@ from spmd_engine.engine.pipeline import Recompute, segments
 from spmd_engine.engine.zero.reducer import IN_FLIGHT
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import HashedOnce
-from spmd_engine.planning.simulator.collective_time import CollectiveTimes
+from spmd_engine.planning.simulator.times import CollectiveTimes
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,6 @@ def between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts:
     return replace(a, **values)
 
 
-def repeated_layers(model: Model, recompute: str) -> list[range]:
-    """The layers of each recomputed segment of a model."""
-    parts = segments(model, range(len(model.layers)), Recompute(recompute))
-    return [part.layers for part in parts if part.recomputed]
-
-
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 #: Seconds of each layer's parameter groups, each alone on its link, by operation: float64[2, layers], of its own groups
 #: and those of other layers that it uses; and of a "last reduce_scatter", of ``IN_FLIGHT`` groups: float64[1, layers].
@@ -73,9 +67,10 @@ class ShardedLayers:
     ``running`` the peak while a layer runs, including ``kept_before``. ``elements`` are parameters.
     """
 
-    def __init__(self, model: Model, costs: Sequence[LayerCosts], repeated: Sequence[range]) -> None:
-        """``repeated``: the layers of each recomputed segment (``repeated_layers``)."""
+    def __init__(self, model: Model, costs: Sequence[LayerCosts], recompute: str) -> None:
         self.costs = costs
+        parts = segments(model, range(len(costs)), Recompute(recompute))
+        repeated = [part.layers for part in parts if part.recomputed]
         recomputed = np.zeros(len(costs), bool)
         for layers in repeated:
             recomputed[layers.start : layers.stop] = True
@@ -232,11 +227,6 @@ class StageSums:
     def worst_chunk(self, of_chunk: np.ndarray) -> np.ndarray:
         """The largest of each stage's chunks."""
         return of_chunk.reshape(-1, self.stages).max(axis=0)
-
-    @cached_property
-    def counts(self) -> np.ndarray:
-        """Layers of each stage."""
-        return self.by_stage(np.diff(self.edges))
 
     @cached_property
     def kept(self) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import groupby, product
 from string import digits
@@ -17,7 +17,7 @@ from spmd_engine.engine.state.assignment import BATCH, divide
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimate, best_division
 from spmd_engine.planning.search.improve import improved
-from spmd_engine.planning.search.rank_order import Order, RankOrders, best_orders, proposed_orders
+from spmd_engine.planning.search.placement import Order, RankOrders, best_orders, proposed_orders
 from spmd_engine.planning.search.search import SHOWN_PLANS, Limits, objective, search
 from spmd_engine.planning.search.search_space import (
     FIXABLE,
@@ -45,11 +45,9 @@ def places_on(machine: Machine, zero: int = 0, choices: Sequence[str | None] = O
     return [choice for choice in choices if can_offload(choice, zero, of_devices=devices)]
 
 
-def with_less_memory(
-    composition: ParallelConfig, axes: Mapping[str, int], machine: Machine
-) -> Iterator[tuple[str, ParallelConfig]]:
+def with_less_memory(composition: ParallelConfig, stage: int, machine: Machine) -> Iterator[tuple[str, ParallelConfig]]:
     """The composition with more offloaded, as text and as it is; none if it offloads something."""
-    for choice in () if composition.offload else places_on(machine, composition.storage.stage(axes)):
+    for choice in () if composition.offload else places_on(machine, stage):
         yield f"--offload {choice}", composition.changed(offload=choice)
 
 

@@ -27,12 +27,15 @@ from spmd_engine.planning.search import neighbours
 from spmd_engine.planning.search.cost_model import with_even_vocabulary
 from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.improve import SIMULATION, Budget, OutOfTime, improved
-from spmd_engine.planning.search.reasons import Conflict, Constraints, conflict_of, gains
 from spmd_engine.planning.search.search import (
     LIMITS,
     SHOWN_PLANS,
+    Conflict,
+    Constraints,
     Limits,
     SearchResult,
+    conflict_of,
+    gains,
     objective,
     pareto,
     search,
@@ -219,7 +222,6 @@ class PlanSearch:
         for _ in range(MOST_SEARCHES):
             searched = search(self.model, space, tightened, request.goal, budget)
             if not searched.best:
-                self._check_space(space, searched)
                 break
             if searched.best[0].candidate.recompute == "none":
                 budget = self.budget  # no search with offloading follows
@@ -228,6 +230,12 @@ class PlanSearch:
             if budget.overdue:
                 break
             tightened = _tighten(tightened, self.limits, list(self.plans.values()))
+        if not searched.candidates:
+            ranks, batches = ", ".join(map(str, space.ranks)), ", ".join(map(str, space.batch_sizes))
+            raise UsageError(
+                f"{space.model.name} cannot be distributed over {ranks} ranks with a batch of {batches} and the "
+                "fixed options: use fewer ranks, or a larger --batch-size"
+            )
         closest = list(searched.near or searched.best)
         if not budget.overdue:
             closest = [*searched.near]
@@ -274,14 +282,6 @@ class PlanSearch:
     def _ended(self) -> dict[str, Any]:
         """How the search has ended, for its result."""
         return {"took": perf_counter() - self._began, "late": self.budget.stopped}
-
-    def _check_space(self, space: SearchSpace, searched: SearchResult) -> None:
-        if not searched.candidates:
-            ranks, batches = ", ".join(map(str, space.ranks)), ", ".join(map(str, space.batch_sizes))
-            raise UsageError(
-                f"{space.model.name} cannot be distributed over {ranks} ranks with a batch of {batches} and the "
-                "fixed options: use fewer ranks, or a larger --batch-size"
-            )
 
     def _choose(
         self, space: SearchSpace, searched: SearchResult, starts: Sequence[Candidate], budget: Budget

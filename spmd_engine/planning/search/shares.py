@@ -108,18 +108,13 @@ def _divide_by_gcd(numbers: Sequence[int]) -> tuple[int, ...]:
 # --- Slowdown of pipeline stages on unequal nodes
 
 
-def stage_slowdowns(
-    machine: Machine, seconds: Mapping[str, float], candidate: Candidate, given: Shares
-) -> np.ndarray | None:
-    """The factor by which each stage is slower than with ranks like rank 0 and even shares: float64[stages]; None if
-    all ranks are equal and no shares are given.
+def stage_slowdowns(machine: Machine, seconds: Mapping[str, float], candidate: Candidate, given: Shares) -> np.ndarray:
+    """The factor by which each stage is slower than with ranks like rank 0 and even shares: float64[stages].
 
     Along axes that shard samples, and ``model``, ranks get work by their speeds, as in ``work_shares``; along other
     axes all ranks wait for the slowest. ``seconds`` are those of the same work, by the name of the kind of node;
     ``given`` are fixed shares.
     """
-    if not machine.heterogeneous and not given:
-        return None
     factors = np.ones(candidate.ranks)
     if machine.heterogeneous:
         placed = machine.with_ranks(candidate.ranks).placed(candidate.order)

@@ -13,10 +13,8 @@ from typing import Any
 from spmd_engine.axes import count_ranks, position_of
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
-from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import StepAnalysis
-from spmd_engine.planning.machine.files import default_machine
-from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.machine.machine import Machine, default_machine
 from spmd_engine.planning.simulator.simulation import Prediction
 from spmd_engine.planning.simulator.step_evaluation import evaluate_step
 from spmd_engine.training import TrainConfig
@@ -45,11 +43,6 @@ def _sum(ledgers: Iterable[Sums]) -> dict[Line, tuple[int, float]]:
             calls_before, sent_before = sums.get(line, (0, 0))
             sums[line] = calls_before + calls, sent_before + sent
     return sums
-
-
-def routed_labels(model: Model) -> set[str]:
-    """The names of layers whose communication depends on values: those that route tokens to experts."""
-    return {name for name, layer in model.layers if "E" in layer.sizes}
 
 
 def differences(
@@ -149,11 +142,11 @@ class TraceComparison:
         """Predicted minus measured seconds, by part; their sum is the difference of the steps."""
         return {part: self.predicted.parts[part] - self.measured.parts[part] for part in PARTS}
 
-    def worst_layers(self, count: int = 8) -> list[tuple[str, float, float]]:
-        """The computations with the largest differences: name, predicted and measured seconds, sum over ranks."""
+    def worst_layers(self) -> list[tuple[str, float, float]]:
+        """The eight computations with the largest differences: name, predicted and measured seconds, sum over ranks."""
         names = {*self.predicted.layers, *self.measured.layers}
         both = [(name, self.predicted.layers.get(name, 0.0), self.measured.layers.get(name, 0.0)) for name in names]
-        return sorted(both, key=lambda entry: -abs(entry[1] - entry[2]))[:count]
+        return sorted(both, key=lambda entry: -abs(entry[1] - entry[2]))[:8]
 
     def as_json(self) -> dict[str, Any]:
         """The comparison as JSON."""

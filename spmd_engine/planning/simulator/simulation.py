@@ -15,12 +15,11 @@ from heapq import heappop, heappush
 from itertools import count, product
 from typing import Any
 
-from spmd_engine.axes import MeshPosition, count_ranks, position_of
+from spmd_engine.axes import count_ranks, position_of
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.step_analysis import Communication, HashedOnce, Phases, RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.simulator.collective_time import CollectiveTimes, Duration
-from spmd_engine.planning.simulator.compute_time import ComputeTimes
+from spmd_engine.planning.simulator.times import CollectiveTimes, ComputeTimes, Duration
 from spmd_engine.training.trace import COMMUNICATION, COMPUTE, TimedSpan
 
 # --- Matching: which call each communication of a simulated rank belongs to
@@ -44,7 +43,7 @@ class SimulatedCall:
     begun: dict[int, float] = field(default_factory=dict)  #: simulated rank -> seconds at which it began
     worked: int = 0  #: ranks that have moved their part, where ranks move bytes themselves
     done: float | None = None  #: seconds at which it completed
-    waiters: list[Callable[[], None]] = field(default_factory=list)  #: called at each change
+    waiters: list[Act] = field(default_factory=list)  #: called at each change
 
     def duration(self, collectives: CollectiveTimes) -> Duration:
         """How long it takes when all its ranks have begun it."""
@@ -71,7 +70,7 @@ def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[i
     Raises UsageError if the ranks of a group do not make the same calls.
     """
     all_ranks = len(steps) == analysis.ranks
-    groups = _Groups(analysis.axes)
+    groups: dict[tuple, tuple[int, ...]] = {}  # the ranks of each group, in its order
     calls: dict[tuple, SimulatedCall] = {}
     by_rank: dict[int, list[SimulatedCall]] = {}
     for rank, step in steps.items():
@@ -82,14 +81,18 @@ def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[i
             stage = position.coordinates.get(PIPE, 0) * (PIPE not in axes)
             ends, label = communication.ends_of_message, communication.label
             kind = "message" if ends else communication.operation
-            number = groups.number(position, axes) if all_ranks else stage
-            key = (kind, axes, 0 if axes == ("helper",) else number)
+            place = tuple(index for axis, index in position.coordinates.items() if axis not in axes)
+            key = (kind, axes, 0 if axes == ("helper",) else place if all_ranks else stage)
             key += ends or (communication.ranks, "" if kind == "barrier" else label)
             counts[key] += 1
             key = (*key, counts[key])
             size, priority = communication.whole_bytes, communication.priority
             if key not in calls:
-                calls[key] = SimulatedCall(kind, _call_ranks(groups, position, axes, communication), size, priority)
+                if axes != ("helper",) and (axes, place) not in groups:
+                    peers = position.peers(axes) if axes else [position]
+                    groups[axes, place] = HashedOnce(peer.index(None) for peer in peers)
+                ranks = _call_ranks(communication, groups.get((axes, place)))
+                calls[key] = SimulatedCall(kind, ranks, size, priority)
             call = calls[key]
             call.expected += 1
             call.priority = min(call.priority, priority)
@@ -105,35 +108,13 @@ def match_calls(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[i
     return by_rank
 
 
-def _call_ranks(
-    groups: _Groups, position: MeshPosition, axes: tuple[str, ...], communication: Communication
-) -> tuple[int, ...]:
+def _call_ranks(communication: Communication, members: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The ranks that take part in a call of a group; ``members`` None: of helper ranks, with numbers of the job."""
     ends = communication.ends_of_message
-    if ends and axes == ("helper",):  # these are numbers of the analysis
-        return ends[:2]
-    members = groups.members(position, axes)
     if ends:
-        return members[ends[0]], members[ends[1]]
+        return ends[:2] if members is None else (members[ends[0]], members[ends[1]])
+    assert members is not None
     return members[: communication.ranks] if communication.ranks < len(members) else members
-
-
-class _Groups:
-    """Groups of a mesh's ranks, by the axes along which their ranks differ."""
-
-    def __init__(self, axes: Mapping[str, int]) -> None:
-        self.axes, self._ranks_by_group = axes, {}
-
-    def number(self, position: MeshPosition, over: Sequence[str]) -> tuple[int, ...]:
-        """The key of the group over these axes that contains a position."""
-        return tuple(index for axis, index in position.coordinates.items() if axis not in over)
-
-    def members(self, position: MeshPosition, over: tuple[str, ...]) -> tuple[int, ...]:
-        """All ranks of the group over these axes that contains a position, in the group's order."""
-        key = over, self.number(position, over)
-        if key not in self._ranks_by_group:
-            peers = position.peers(over) if over else [position]
-            self._ranks_by_group[key] = HashedOnce(peer.index(None) for peer in peers)
-        return self._ranks_by_group[key]
 
 
 BEGIN, WAIT, WORK = "begin", "wait", "work"
@@ -207,6 +188,7 @@ def simulate(analysis: StepAnalysis, machine: Machine, on_work: Callable[[], Non
 
 
 Waits = Generator[tuple[str, Any], None, None]
+Act = Callable[[], None]
 
 
 class _Simulation:
@@ -221,7 +203,7 @@ class _Simulation:
         self.machine, self.steps, self.calls = machine, steps, calls
         self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
         self.clock, self._events, self._order = 0.0, [], count()
-        self.processors = Processors(machine, self._schedule)
+        self._cores: dict[int, SharedCores] = {}  # by node
         self.disks = Disks(machine, list(steps))
         self.spans: dict[int, list[TimedSpan]] = {rank: [] for rank in steps}
         self.working, self.taken = dict.fromkeys(steps, 0.0), defaultdict[str, float](float)
@@ -241,7 +223,7 @@ class _Simulation:
             raise UsageError(f"the step would hang: some ranks never complete {', '.join(sorted(stuck)) or 'the step'}")
         return Prediction(self.clock, tuple(self.steps), self.spans, self.working, self.taken)
 
-    def _schedule(self, when: float, act: Callable[[], None]) -> None:
+    def _schedule(self, when: float, act: Act) -> None:
         heappush(self._events, (when, next(self._order), act))
 
     # --- ranks
@@ -256,7 +238,8 @@ class _Simulation:
                 continue
             if what == WAIT:
                 communication = step.communications[number]
-                yield from self._wait(rank, calls[number], communication.trace_name)
+                where, label = f"{communication.operation} over {communication.axes}", communication.label
+                yield from self._wait(rank, calls[number], f"{where} ({label})" if label else where)
                 if communication.peer is not None and communication.priority:
                     launched = max(launched, self.clock)  # the host, too, waits for messages of other stages
                 continue
@@ -284,7 +267,7 @@ class _Simulation:
         for kind, value in program:
             if kind == "work":
                 if value:
-                    self.processors.work(self.clock, rank, value, lambda: self._advance(rank, program))
+                    self._work(rank, value, lambda: self._advance(rank, program))
                     return
             elif kind == "at":
                 if value > self.clock:
@@ -294,6 +277,15 @@ class _Simulation:
                 value.waiters.append(lambda: self._advance(rank, program))
                 return
         self._live -= 1
+
+    def _work(self, rank: int, seconds: float, then: Act) -> None:
+        """Let a rank work for ``seconds`` of a full core, and then call ``then``."""
+        number, node = self.machine.places[rank]
+        if node.cores is None or node.cores >= node.ranks:
+            self._schedule(self.clock + seconds, then)
+            return
+        cores = self._cores.setdefault(number, SharedCores(node.cores, self._schedule))
+        cores.work(self.clock, seconds, then)
 
     # --- communications
 
@@ -407,66 +399,50 @@ class Disks:
 # --- Cores, shared evenly by the ranks of a node
 
 
-Act = Callable[[], None]
+class SharedCores:
+    """The cores of a node, of which each working rank gets min(1, cores / working ranks).
 
-
-class Processors:
-    """Work on nodes: each working rank gets min(1, cores / working ranks) of a core.
-
-    Work is ordered by the *virtual time* at which it ends: the core seconds that each working rank of its node has had.
+    Work is ordered by the *virtual time* at which it ends: the core seconds that each working rank of the node has had.
     When ranks begin or end, only the speed of virtual time changes (Parekh and Gallager, 1993).
     """
 
-    def __init__(self, machine: Machine, at: Callable[[float, Act], None]) -> None:
-        self.machine, self._schedule, self._order = machine, at, count()
-        self._shared: dict[int, _SharedCores] = {}
+    def __init__(self, cores: float, at: Callable[[float, Act], None]) -> None:
+        self._number, self._schedule, self._order = cores, at, count()
+        self._virtual, self._since, self._version = 0.0, 0.0, 0
+        self._left: list[tuple[float, int, Act]] = []
 
-    def work(self, now: float, rank: int, seconds: float, then: Act) -> None:
+    def work(self, now: float, seconds: float, then: Act) -> None:
         """Let a rank work from ``now`` on for ``seconds`` of a full core, and then call ``then``."""
-        number, node = self.machine.places[rank]
-        if node.cores is None or node.cores >= node.ranks:
-            self._schedule(now + seconds, then)
-            return
-        shared = self._shared.setdefault(number, _SharedCores(node.cores))
-        shared.pass_time(now)
-        heappush(shared.work, (shared.virtual + seconds, next(self._order), then))
-        self._schedule_next(now, shared)
+        self._pass_time(now)
+        heappush(self._left, (self._virtual + seconds, next(self._order), then))
+        self._schedule_next(now)
 
-    def _schedule_next(self, now: float, shared: _SharedCores) -> None:
+    @property
+    def _speed(self) -> float:
+        """Seconds of virtual time per second."""
+        return min(1.0, self._number / len(self._left))
+
+    def _pass_time(self, now: float) -> None:
+        if self._left:
+            self._virtual += (now - self._since) * self._speed
+        self._since = now
+
+    def _schedule_next(self, now: float) -> None:
         """Schedule an event for the end of the first work; a change before makes it void."""
-        shared.version += 1
-        if not shared.work:
+        self._version += 1
+        if not self._left:
             return
-        version = shared.version
-        ends = now + (shared.work[0][0] - shared.virtual) / shared.speed
+        version, ends = self._version, now + (self._left[0][0] - self._virtual) / self._speed
 
         def end_work() -> None:
-            if shared.version != version:
+            if self._version != version:
                 return
-            shared.pass_time(ends)
+            self._pass_time(ends)
             ended = []
-            while shared.work and shared.work[0][0] <= shared.virtual * (1 + 1e-12):
-                ended.append(heappop(shared.work)[2])
-            self._schedule_next(ends, shared)
+            while self._left and self._left[0][0] <= self._virtual * (1 + 1e-12):
+                ended.append(heappop(self._left)[2])
+            self._schedule_next(ends)
             for then in ended:
                 then()
 
         self._schedule(ends, end_work)
-
-
-class _SharedCores:
-    """The cores of one node, and the work in progress."""
-
-    def __init__(self, cores: float) -> None:
-        self.cores, self.virtual, self.since, self.version = cores, 0.0, 0.0, 0
-        self.work: list[tuple[float, int, Act]] = []
-
-    @property
-    def speed(self) -> float:
-        """Seconds of virtual time per second."""
-        return min(1.0, self.cores / len(self.work)) if self.work else 1.0
-
-    def pass_time(self, now: float) -> None:
-        if self.work:
-            self.virtual += (now - self.since) * self.speed
-        self.since = now

@@ -16,8 +16,6 @@ from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.rank_classes import slot_table_bytes
 from spmd_engine.planning.dry_run.step_analysis import RankStep, StepAnalysis
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.simulator.collective_time import CollectiveTimes
-from spmd_engine.planning.simulator.compute_time import ComputeTimes
 from spmd_engine.planning.simulator.simulation import (
     BEGIN,
     WAIT,
@@ -28,6 +26,7 @@ from spmd_engine.planning.simulator.simulation import (
     program_of,
     simulate,
 )
+from spmd_engine.planning.simulator.times import CollectiveTimes, ComputeTimes
 
 # --- How fast a step could be with its communication in the best order, in chunks of any size
 #
@@ -172,11 +171,6 @@ class PlanEvaluation:
         }
         return {**self.peak_step.peak.bytes_by_kind, **{kind: size for kind, size in more.items() if size}}
 
-    @property
-    def peak_moment(self) -> str:
-        """What the rank that holds most computes at its peak."""
-        return self.peak_step.peak_moment
-
     def as_json(self) -> dict[str, Any]:
         """The evaluation as JSON."""
         return {
@@ -185,7 +179,7 @@ class PlanEvaluation:
             "peak_bytes": self.analysis.peak_bytes_by_rank(),
             "peak": {
                 "rank": self.peak_rank,
-                "moment": self.peak_moment,
+                "moment": self.peak_step.peak_moment,
                 "bytes_by_kind": self.peak_bytes_by_kind,
             },
             "order_saves_at_most": self.order_saves,

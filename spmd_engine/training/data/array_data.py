@@ -110,6 +110,7 @@ class ArrayData(SampledData):
     def terms(self) -> int:
         return int(np.prod(self.y.shape[1:]))
 
+    @checked({"number": 0})
     def epoch(self, number: int) -> np.ndarray:
         """The numbers of all training samples, in the order of this epoch."""
         return self.train[epoch_order(self.seed, number, len(self.train))]
