@@ -18,10 +18,8 @@ from spmd_engine.sharding.shards import Shards
 Gather = Callable[[Array], list[Array]]  # int64[n m] of each rank that shards the tokens; n may differ
 
 
-def capacity_of(options: RouterOptions, tokens: int, experts: int) -> int | None:
-    """Tokens that an expert takes: max(minimum, ceil(factor · tokens · k / experts)); None: no limit."""
-    if options.capacity_factor is None:
-        return None
+def capacity_of(options: RouterOptions, tokens: int, experts: int) -> int:
+    """Tokens that an expert takes: max(minimum, ceil(factor · tokens · k / experts))."""
     # The exact decimal fraction: 1.1 x 100 / 10 is 11; rounded in binary, it is a little more.
     from fractions import Fraction  # few models need it, and its import is slow
 
@@ -29,14 +27,12 @@ def capacity_of(options: RouterOptions, tokens: int, experts: int) -> int | None
     return max(options.minimum_capacity, ceil(share))
 
 
-def keep(choices: Choices, capacity: int | None, tokens: Tokens, gather: Gather) -> Array:
-    """bool[t k]: the used pairs that their expert takes. Collective by one ``gather`` if there is a capacity.
+def keep(choices: Choices, capacity: int, tokens: Tokens, gather: Gather) -> Array:
+    """bool[t k]: the used pairs that their expert takes. Collective by one ``gather``.
 
     ``gather`` returns the arrays of all ranks that shard the tokens of the micro-batch, in any order, including this
     rank's own; ``lambda own: [own]`` on one device, and if each rank has its own capacity (scope "shard").
     """
-    if capacity is None:
-        return choices.used
     if choices.options.drop_by == "position":
         return choices.used & (_places(choices, tokens, gather) < capacity)
     return choices.used & _among_highest(choices, capacity, tokens, gather)
@@ -175,10 +171,8 @@ class Dispatch:
 
     def start(self, rows: Array) -> Array | Deferred:
         """Start to send rows, in the order of ``tokens``, to their experts, where they have the order of ``rows``."""
-        return then(self._sh.start_all_to_all(rows, self._sent, over="e", received=self._came), self._sorted)
-
-    def _sorted(self, rows: Array) -> Array:
-        return rows if self._by_expert is None else rows[self._by_expert]
+        came, by_expert = self._sh.start_all_to_all(rows, self._sent, over="e", received=self._came), self._by_expert
+        return came if by_expert is None else then(came, lambda rows: rows[by_expert])
 
     def start_back(self, rows: Array) -> Array | Deferred:
         """Start to send the results of this rank's experts back, where they have the order of ``tokens``."""
