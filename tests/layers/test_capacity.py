@@ -117,6 +117,11 @@ def test_what_chance_left_out_claims_nothing():
     assert one(chosen([[0, 1], [2, 1]], used=used), 1, 2) == [[True, False], [True, True]]
 
 
+def test_without_a_capacity_nothing_is_dropped_nor_gathered():
+    choices = chosen([[0, 1], [0, 1]])
+    assert keep(choices, None, tokens_of([0], [0, 1]), gather=None).all()
+
+
 @pytest.mark.parametrize("drop_by", BY)
 def test_all_ranks_without_tokens(drop_by):
     options = RouterOptions(drop_by=drop_by)
@@ -130,3 +135,4 @@ def test_capacity_is_the_decimal_fraction_that_was_written():
     assert capacity_of(RouterOptions(top_k=1, capacity_factor=1.1), 100, 10) == 11
     assert capacity_of(RouterOptions(top_k=2, capacity_factor=1.25), 54, 8) == 17  # 16.875
     assert capacity_of(RouterOptions(capacity_factor=0.01, minimum_capacity=4), 54, 8) == 4
+    assert capacity_of(RouterOptions(), 54, 8) is None

@@ -18,8 +18,10 @@ from spmd_engine.sharding.shards import Shards
 Gather = Callable[[Array], list[Array]]  # int64[n m] of each rank that shards the tokens; n may differ
 
 
-def capacity_of(options: RouterOptions, tokens: int, experts: int) -> int:
-    """Tokens that an expert takes: max(minimum, ceil(factor · tokens · k / experts))."""
+def capacity_of(options: RouterOptions, tokens: int, experts: int) -> int | None:
+    """Tokens that an expert takes: max(minimum, ceil(factor · tokens · k / experts)); None: no limit."""
+    if options.capacity_factor is None:
+        return None
     # The exact decimal fraction: 1.1 x 100 / 10 is 11; rounded in binary, it is a little more.
     from fractions import Fraction  # few models need it, and its import is slow
 
@@ -27,12 +29,14 @@ def capacity_of(options: RouterOptions, tokens: int, experts: int) -> int:
     return max(options.minimum_capacity, ceil(share))
 
 
-def keep(choices: Choices, capacity: int, tokens: Tokens, gather: Gather) -> Array:
-    """bool[t k]: the used pairs that their expert takes. Collective by one ``gather``.
+def keep(choices: Choices, capacity: int | None, tokens: Tokens, gather: Gather) -> Array:
+    """bool[t k]: the used pairs that their expert takes. Collective by one ``gather`` if there is a capacity.
 
     ``gather`` returns the arrays of all ranks that shard the tokens of the micro-batch, in any order, including this
     rank's own; ``lambda own: [own]`` on one device, and if each rank has its own capacity (scope "shard").
     """
+    if capacity is None:
+        return choices.used
     if choices.options.drop_by == "position":
         return choices.used & (_places(choices, tokens, gather) < capacity)
     return choices.used & _among_highest(choices, capacity, tokens, gather)
