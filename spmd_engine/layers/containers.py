@@ -183,7 +183,7 @@ def joined(layers: Iterable[tuple[str, Layer]]) -> tuple[Mapping[str, Any], Mapp
         check_declarations(layer)
         for declared, result in ((layer.parameters, parameters), (layer.buffers, buffers)):
             for key, declaration in declared.items():
-                result[f"{name}/{key}"] = replace(declaration, shape=declaration.whole(layer.sizes))
+                result[_full_name(name, key)] = replace(declaration, shape=declaration.whole(layer.sizes))
         sizes |= layer.sizes
         may_cut += layer.may_cut
         letters = {*layer.inputs.dims.split(), *layer.outputs.dims.split(), *layer.sizes}
@@ -208,12 +208,8 @@ class Branch(Chain):
         self.layers = tuple((name, layer) for name, layer in layers if layer is not None)
         check_sizes(self.layers)
         self.may_cut, self.across, self.attends = inner.may_cut, inner.across, inner.attends
-        sizes: dict[str, int] = {}
-        self.parameters = {}
-        for name, layer in self.layers:
-            sizes |= layer.sizes
-            self.parameters |= {_full_name(name, key): parameter for key, parameter in layer.parameters.items()}
-        self.sizes, self.buffers, self.side_outputs = sizes, dict(inner.buffers), dict(inner.side_outputs)
+        self.parameters, _, self.sizes, _ = joined(self.layers)
+        self.buffers, self.side_outputs = dict(inner.buffers), dict(inner.side_outputs)
 
     def cost(self, length):
         return self.inner.cost(length)
