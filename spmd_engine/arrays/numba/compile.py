@@ -104,7 +104,7 @@ def _entry(name: str, result: compiler.CompileResult) -> ir.Module:
     unless(builder.icmp_signed("==", entry.args[2], LONG(count)), f"takes {count} arguments, a tuple's one by one")
     arguments = (builder.load(builder.gep(entry.args[1], [LONG(place)])) for place in range(count))
 
-    def number(kind: types.Type) -> ir.Value:
+    def number(kind: types.Type) -> Any:
         if kind == types.float32:
             return builder.fptrunc(python.float_as_double(next(arguments)), ir.FloatType())
         return python.long_as_longlong(next(arguments))
