@@ -12,20 +12,10 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from spmd_engine.arrays.factors import adamw_factors
+from spmd_engine.arrays.factors import OF_HALVES, adamw_factors
 
 #: Functions whose arrays, other than statistics and parameters, may be bfloat16.
-_OF_BFLOAT16 = {
-    "relu",
-    "gelu",
-    "silu_gate",
-    "rotate",
-    "layer_norm",
-    "layer_norm_backward",
-    "rms_norm",
-    "rms_norm_backward",
-}
-_OF_BFLOAT16 |= {"layer_norm_backward_parameters", "rms_norm_backward_scale", "products_of_rows", "kept_where"}
+_OF_BFLOAT16 = OF_HALVES | {"products_of_rows", "kept_where"}
 _FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(bfloat16)
 _NO_PAIRS = np.empty((1, 0), np.float32)
 _SUMMED = 1024  # rows that are added one by one: a million would lose two more digits

@@ -24,11 +24,12 @@ from spmd_engine.arrays.factors import GELU_A, GELU_C
 
 f32 = np.float32
 
-# What loops take: contiguous arrays of 1, 2, 3 and 4 dimensions, numbers, and tuples of four.
+# What loops take: contiguous arrays of 1, 2, 3 and 4 dimensions, numbers, and tuples of them.
 Vector, Rows, Blocks, Images = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2, 3, 4))
 Flags, Indices = types.Array(types.boolean, 1, "C"), types.Array(types.int64, 1, "C")
 Halves, HalfRows = (types.Array(types.int16, dimensions, "C") for dimensions in (1, 2))  # the bits of bfloat16
-Number, Integer, Four = types.float32, types.int64, types.UniTuple(types.int64, 4)
+Number, Integer = types.float32, types.int64
+Four, Factors = types.UniTuple(types.int64, 4), types.UniTuple(types.float32, 7)
 
 
 @dataclass(frozen=True)
@@ -287,20 +288,9 @@ def rms_norm_backward_scale(dy: AnyRows, normal: AnyRows, dscale: Vector):
 
 
 @compiled
-def adamw(
-    p: Vector,
-    g: Vector,
-    mean: Vector,
-    square: Vector,
-    fresh: Number,
-    beta1: Number,
-    weight: Number,
-    beta2: Number,
-    epsilon: Number,
-    size: Number,
-    kept: Number,
-):
-    """A step of p[n], mean[n] and square[n], in place; the numbers are the factors of its update."""
+def adamw(p: Vector, g: Vector, mean: Vector, square: Vector, factors: Factors):
+    """A step of p[n], mean[n] and square[n], in place, with the factors of ``adamw_factors``."""
+    fresh, beta1, weight, beta2, epsilon, size, kept = factors
     for i in range(p.size):
         part = g[i] * fresh
         m = mean[i] * beta1 + part
