@@ -28,7 +28,7 @@ from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER, RESIDUES, 
 from spmd_engine.checkpoints.load_in_place import Wanted, parts_of_rank
 from spmd_engine.checkpoints.save import FILE, assign_blocks, files_of, residue_plans
 from spmd_engine.cli.bench.measuring import count_option, output_option, report
-from spmd_engine.comm.agreement.signature import gather_texts
+from spmd_engine.comm.agreement.tree import gather_texts
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
