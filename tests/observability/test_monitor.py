@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import UTC, datetime
 
@@ -232,7 +233,9 @@ def test_without_a_terminal_a_frame_is_printed_when_something_is_new(folder, her
         lock(folder, 0)
 
     turns = [lambda: None, lambda: add(folder, 11), lambda: None, lambda: live(folder, phase_seconds=99), finish]
-    monkeypatch.setattr("time.sleep", lambda seconds: turns.pop(0)())
+    mine, sleep = threading.get_ident(), time.sleep  # a thread that another test has left may sleep, too
+    turn = lambda seconds: turns.pop(0)() if threading.get_ident() == mine else sleep(seconds)
+    monkeypatch.setattr("time.sleep", turn)
     code, output, _ = here("monitor", "live")
     assert code == 0 and "\x1b" not in output
     steps = [line.split()[1] for line in output.splitlines() if line.startswith("step ") and " of " in line]
