@@ -317,8 +317,9 @@ class ActivityFile(Observer):
     def closed(self) -> None:
         self._ends.set()
         self._thread.join(self.PERIOD)  # no longer, if its file system hangs
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        for left in (self._path, self._path.with_name(f".{self.NAME}")):  # the second after a disk was full
+            with suppress(OSError):
+                left.unlink(missing_ok=True)
 
 
 def lines_up_to(path: Path, step: int) -> list[str]:
