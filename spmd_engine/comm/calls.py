@@ -15,8 +15,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, CudaBackend, backend_of
-from spmd_engine.comm.agreement.call_agreement import Agreed, Inline
+from spmd_engine.comm.agreement.call_agreement import Agreed
 from spmd_engine.comm.agreement.signature import NumberedCall, Signature, Signatures
+from spmd_engine.comm.agreement.tree import Inline
 from spmd_engine.comm.blocks import spans
 from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.ledger import Ledger
@@ -203,7 +204,7 @@ class Collective(PreparedCall, ABC):
         lengths, shape, size = self.settled
         if target is not None and target.shape != shape:  # this rank must still send the others their parts
             target = None
-        gathers = self.gathers(routing)
+        gathers = agreed.answer is not None and self.gathers(routing)
         transport = self.transport(routing, number, agreed._replace(answer=None) if gathers else agreed, size)
         if not (on_host or isinstance(transport, NcclTransport) or routing.is_for_messages(local)):
             # other ranks have theirs on the host
