@@ -104,7 +104,7 @@ def _start_watchdog(comm: MPICommunicator) -> None:
         other_nodes = OtherNodes(messages, comm.size, list(records))
     activity = comm.progress.activity
     activity.records = [Record(rank, memory) for rank, memory in records.items()]
-    comm.stop_watching = Watchdog(activity, activity.records, comm.rank, comm.size, other_nodes).stop
+    comm.stop_watching = Watchdog(activity, comm.rank, comm.size, other_nodes).stop
     atexit.register(comm.stop_watching)
 
 

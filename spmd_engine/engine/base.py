@@ -19,10 +19,9 @@ from spmd_engine.comm import Group, Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
 from spmd_engine.comm.notation import Spec
 from spmd_engine.engine import contract
-from spmd_engine.engine.batch import Batch, Evaluation, MicroBatch, Scores, fractions_of
+from spmd_engine.engine.batch import Batch, Evaluation, MicroBatch, Scores, Tape, Tapes, fractions_of
 from spmd_engine.engine.definition import EngineDefinition, Loss
 from spmd_engine.engine.state.assignment import Index
-from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.sharding import Rectangle
 from spmd_engine.sharding.placement import Placement, exchange_placements, exchange_shapes

@@ -1,19 +1,20 @@
-"""A rank's part of a global batch, and the sums of its loss and metrics over micro-batches."""
+"""A rank's part of a global batch, the tapes of its micro-batches, and the sums of its loss and metrics over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmd_engine.arguments import bound
+from spmd_engine.arguments import bound, checked
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.notation import Spec
-from spmd_engine.errors import UsageError, check_argument, described
+from spmd_engine.errors import UsageError, described
 from spmd_engine.layers.layer import Documents
 
 if TYPE_CHECKING:
@@ -108,13 +109,12 @@ def check_batch(size: int, micro_batches: int, inputs: Spec, mesh: MeshPosition)
             )
 
 
+@checked()
 def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches: int = 1, step: int = 0) -> Batch:
     """A Batch from whole arrays that every rank has; each takes its part. Raises UsageError if inputs or targets are no
     arrays, or differ in their numbers of rows."""
     if isinstance(engine, type) or not hasattr(engine, "batch_span"):
         raise UsageError(f"batch_of: engine is {described(engine)}; give a ShardedEngine")
-    for name, number in (("micro_batches", micro_batches), ("step", step)):
-        check_argument(f"batch_of: {name}", number, SupportsIndex, "a number")
     for name, array in (("inputs", inputs), ("targets", targets)):
         if not getattr(array, "shape", None):
             raise UsageError(f"batch_of: {name} is a {type(array).__name__}; give an array, by numpy.asarray({name})")
@@ -130,6 +130,74 @@ def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches
         return inputs[samples], targets[samples]
 
     return make_batch(load, len(inputs), micro_batches, engine, step=step, count=targets.size)
+
+
+# --- Tapes: what forwards save for backwards, one stack for each micro-batch in flight
+
+
+class Tape:
+    """A stack. ``push(a, b)`` in the forward, ``a, b = pop()`` in the backward, in opposite order."""
+
+    def __init__(self, recording: bool = True) -> None:
+        self._entries: list[tuple[Any, ...]] = []
+        self._recording = recording
+
+    def push(self, *arrays: Any) -> None:
+        if self._recording:
+            self._entries.append(arrays)
+
+    def pop(self) -> Any:
+        """The last entry: the array if one was pushed, else a tuple. Raises UsageError if the tape is empty."""
+        if not self._entries:
+            raise UsageError(
+                "tape.pop(): the tape is empty: a backward without a forward of the same micro-batch, or after one in "
+                "inference mode, or backward pops more than forward pushes"
+            )
+        entry = self._entries.pop()
+        return entry[0] if len(entry) == 1 else entry
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class Tapes:
+    """The tapes of all micro-batches in flight, and the current one."""
+
+    def __init__(self) -> None:
+        self._tapes: dict[Hashable, Tape] = {}
+        self._current: Hashable = 0
+        self._recording = True
+
+    @property
+    def current(self) -> Tape:
+        if not self._recording:
+            return Tape(recording=False)
+        return self._tapes.setdefault(self._current, Tape())
+
+    @property
+    def recording(self) -> bool:
+        return self._recording
+
+    @contextmanager
+    def select(self, micro_batch: Hashable) -> Iterator[None]:
+        previous, self._current = self._current, micro_batch
+        try:
+            yield
+        finally:
+            if not self._tapes.get(self._current):  # empty
+                self._tapes.pop(self._current, None)
+            self._current = previous
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        previous, self._recording = self._recording, False
+        try:
+            yield
+        finally:
+            self._recording = previous
+
+    def __len__(self) -> int:
+        return sum(1 for tape in self._tapes.values() if len(tape))
 
 
 # --- The results of an evaluation, and the sums of loss and metrics, also in training

@@ -398,8 +398,7 @@ class HelpedNeighbours(_Messages):
         self._between.begin(micro_batches)
 
     def order(self, what: str, contexts: Sequence[ForwardContext], number: int | None = None) -> int:
-        """Begin a pass: a "step", a "forward", or the "backward" of a forward with this number. Rank 0 orders the same
-        of the helper ranks, and first owners send the weights. Returns the number of a forward."""
+        """Rank 0 orders the same of the helper ranks, and first owners send the weights."""
         self._number += number is None
         number, version = self._number if number is None else number, (self._unsharder.changes, self._reducer.steps)
         weights = what != "backward" and version != self._sent
@@ -492,7 +491,8 @@ class HelpedNeighbours(_Messages):
 
 
 class SentWeights:
-    """The weights that owners send, and sums of their gradients: what Unsharder and Reducer are on an owner."""
+    """The weights that owners send, sums of their gradients, and what forwards return in addition to their outputs,
+    until it is sent: what Unsharder, Reducer and Extras are on an owner."""
 
     def __init__(self, model: Model, dtype: np.dtype, backend: Backend) -> None:
         self._layers, self._dtype, self._backend = model.layers, accumulated_in(dtype), backend
@@ -500,6 +500,7 @@ class SentWeights:
         self._trees: dict[int, dict[str, Any]] = {}
         self._sums: dict[int, dict[str, Array]] = {}
         self._untouched: set[str] = set()
+        self.extras: dict[int, Extra] = {}  #: by layer
 
     def start_receive(self, number: int, start: Callable[[], Pending]) -> None:
         """Begin to receive the weights of a layer; ``start`` begins to receive the next array."""
@@ -544,16 +545,9 @@ class SentWeights:
     def layer_done(self, layer: int) -> None:
         """As ``Reducer.layer_done``: nothing is reduced here."""
 
-
-class _TakenExtras:
-    """What forwards returned in addition to their outputs, until it is sent: what Extras is on an owner."""
-
-    def __init__(self) -> None:
-        self.of_layer: dict[int, Extra] = {}
-
     def take(self, number: int, ctx: ForwardContext, extra: Extra) -> None:
         """As ``Extras.take``."""
-        self.of_layer[number] = extra
+        self.extras[number] = extra
 
 
 class _Owners(_Messages):
@@ -566,12 +560,11 @@ class _Owners(_Messages):
         backend: Backend,
         owners: Sequence[Sequence[int]],
         weights: SentWeights,
-        extras: _TakenExtras,
     ) -> None:
         """``owners``: of each stage, by their samples."""
         super().__init__(passes, group, backend)
         self.stage = -1  # which holds no chunk
-        self._owners, self._weights, self._taken = owners, weights, extras
+        self._owners, self._weights = owners, weights
         self.contexts: list[ForwardContext] = []  #: those of the present pass
         self.arrays: list[Sequence[str]] = []  #: the names of those that are sent with an input, by micro-batch
         #: those of each owner's rows, by micro-batch and stage, in the present pass
@@ -615,7 +608,7 @@ class _Owners(_Messages):
             for owner, part in zip(owners, rows, strict=True)
         ]
         if to > chunk and ctx.training and (extras := self._extras(chunk)):
-            xp, of_layer = self._backend.xp, self._taken.of_layer
+            xp, of_layer = self._backend.xp, self._weights.extras
             parts = [
                 (of_layer[number].updates if is_update else of_layer[number].outputs)[name]
                 for number, is_update, name, _ in extras
@@ -661,10 +654,10 @@ class AssignedLayers:
         owners = [owners_of(stage, axes, [ranks[number] for number in order]) for stage in range(passes.stages)]
         self._alone, self._backend, self._group = mesh.alone(), backend, mesh.all_ranks("helper")
         self._layout = layout_for(model, self._alone)
-        self.weights, extras = SentWeights(model, dtype, backend), _TakenExtras()
-        self._neighbours = _Owners(passes, self._group, backend, owners, self.weights, extras)
+        self.weights = SentWeights(model, dtype, backend)
+        self._neighbours = _Owners(passes, self._group, backend, owners, self.weights)
         shards = [Shards(self._alone, self._layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
-        stand_ins: Any = self.weights, self.weights, extras
+        stand_ins: Any = [self.weights] * 3
         recompute, self.chunks = Recompute(composition.recompute), dict[int, Chunk]()
         for part in passes.on_place(self._place):
             parts = segments(model, passes.parts[part].layers, recompute)

@@ -26,7 +26,7 @@ from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline import Recompute
 from spmd_engine.engine.schedules.schedule import Backward, Forward, Schedule
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, Index, ZeroConfig
-from spmd_engine.engine.state.engine_state import Copies, EngineState, StateReshard, place
+from spmd_engine.engine.state.engine_state import Copies, EngineState, StateReshard
 from spmd_engine.engine.state.moving_state import MovingState, unpack
 from spmd_engine.engine.zero.parameter_store import StoredEngine, check_shapes
 from spmd_engine.errors import UsageError
@@ -88,7 +88,7 @@ class LayeredEngine(StoredEngine):
         if not placed:
             return
         self._install(
-            place(
+            EngineState(
                 model,
                 self.mesh,
                 layout if layout is not None else layout_for(model, self.mesh),
@@ -171,7 +171,7 @@ class LayeredEngine(StoredEngine):
                 return None
             chosen_layout = layout if layout is not None else layout_for(model, mesh)
             how: dict[str, Any] = {"dtype": self.dtype, "backend": self.backend, "trained": self._trained}
-            return place(model, mesh, chosen_layout, **how, **options)
+            return EngineState(model, mesh, chosen_layout, **how, **options)
 
         state = on_all_ranks(move.group, placed, catch=Exception if copies else (UsageError, OSError))
         before, state_before = vars(self).copy(), dict(optimizer.state) if optimizer else {}
@@ -294,9 +294,7 @@ class LayeredEngine(StoredEngine):
             x, ctx = decoding.inputs, decoding.ctx
         ctx = ctx or self._plain_context(x)
         passes = self.placed.passes if ctx.cache is None and ctx.wanted is None else self.placed.own_passes
-        number = passes.begin("forward", [ctx])
-        execution = passes.execution([ctx], [self.converted(self.backend.asarray(x))], lambda m, y: y)
-        execution.number = number
+        execution = passes.begin("forward", [ctx], [self.converted(self.backend.asarray(x))], lambda m, y: y)
         execution.run(passes.one_pass(Forward))
         self.tape.push(execution)
         if ctx.cache is not None:
@@ -314,7 +312,7 @@ class LayeredEngine(StoredEngine):
             if grads is None:
                 raise UsageError("backward needs the gradient of the outputs on the ranks that have outputs")
             execution.output_gradients[0, last] = grads
-        passes.begin("backward", execution.contexts, execution.number)
+        passes.neighbours.order("backward", execution.contexts, execution.number)
         execution.run(passes.one_pass(Backward))
         self.input_gradient = execution.input_gradients.get((0, 0))
         self.placed.reducer.finish()
@@ -335,7 +333,7 @@ class LayeredEngine(StoredEngine):
         if not self.is_training:
             return self._context(length, None)
         samples = self._samples(self._count_samples(x))
-        return self._context(length, samples, micro_batch=self.placed.extras.count_pass())
+        return self._context(length, samples, micro_batch=next(self.placed.extras.passes))
 
     def _summed_length(self, x: Array) -> int:
         """The length of the whole sequence, of which this rank's inputs may be a part. Collective if it is sharded."""
@@ -382,9 +380,7 @@ class LayeredEngine(StoredEngine):
         inputs = [self.converted(self.backend.asarray(micro.inputs)) for micro in batch.micro_batches]
         passes, contexts = self.placed.passes, self._contexts(batch)
         program = passes.program(micro_batches)
-        passes.begin("step", contexts)
-        execution = passes.execution(contexts, inputs, loss_gradient)
-        execution.run(program)
+        passes.begin("step", contexts, inputs, loss_gradient).run(program)
         shares = self._start_sum(scores.shares)  # overlaps the last reductions of gradients
         pending_side_outputs = self.placed.extras.side_outputs.start_sum()
         self.placed.reducer.finish()

@@ -258,6 +258,12 @@ class PipelineNeighbours:
         self._first_channel += self._used
         self._used = 2 * micro_batches * self.chunks
 
+    def order(self, what: str, contexts: Sequence[ForwardContext], number: int | None = None) -> int:
+        """Begin a pass with these micro-batches: a "step", a "forward", or the "backward" of the forward with this
+        number. Returns the number of a forward."""
+        self.begin(len(contexts))
+        return 0
+
     def here(self, chunk: int) -> bool:
         """Whether a chunk lives on this rank."""
         return self.places[chunk] == self.stage
@@ -298,6 +304,7 @@ class Execution:
         contexts: Sequence[ForwardContext],
         inputs: Sequence[Array],
         loss_gradient: Callable[[int, Array], Any],
+        number: int = 0,
     ) -> None:
         self._chunks, self._neighbours = chunks, neighbours
         self.contexts, self._loss_gradient = contexts, loss_gradient
@@ -308,7 +315,7 @@ class Execution:
         self.input_gradients: dict[Key, Any] = {}  # until they are sent; those of the first chunk stay
         self._rests: dict[Key, Any] = {}
         self._under_way: dict[schedules.Instruction, Any] = {}
-        self.number = 0  #: that of a forward whose backward is another execution
+        self.number = number  #: that of a forward whose backward is another execution
 
     def run(self, program: Iterable[schedules.Instruction | schedules.Wait]) -> None:
         """Execute all instructions. Raises UsageError for an unknown one."""

@@ -33,7 +33,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.assignment import PIPE, Assignment, overlaps, shares_text
-from spmd_engine.engine.state.engine_state import Copies, assigned, place
+from spmd_engine.engine.state.engine_state import Copies, EngineState, assigned
 from spmd_engine.engine.state.moving_state import MovingState
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError, counted, one_of
@@ -352,7 +352,7 @@ class Reshaper:
 
         def make() -> None:
             if mesh is not None and not shape.composition.storage.places.kinds:  # what is offloaded may be large files
-                place(model, mesh, self.layout_in(shape, model, mesh), **how)
+                EngineState(model, mesh, self.layout_in(shape, model, mesh), **how)
 
         try:
             on_all_ranks(self.all_ranks, make, catch=Exception)

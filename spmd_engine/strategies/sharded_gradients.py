@@ -1,7 +1,8 @@
 """Sharded gradients (ZeRO stage 2): as the sharded optimizer, with gradients that are sharded once they are summed."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.strategies.two_layers import UpdatedRows, relu
+from spmd_engine.strategies.data_parallel import UpdatedRows
+from spmd_engine.strategies.two_layers import relu
 
 
 class ShardedGradients(UpdatedRows):

@@ -1,7 +1,8 @@
 """Sharded optimizer (ZeRO stage 1): every rank has the complete model, but updates only some rows."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.strategies.two_layers import UpdatedRows, relu
+from spmd_engine.strategies.data_parallel import UpdatedRows
+from spmd_engine.strategies.two_layers import relu
 
 
 class ShardedOptimizer(UpdatedRows):

@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm import Mesh
-from spmd_engine.comm.notation import Spec
 from spmd_engine.strategies.page import Page, Weight
 
 
@@ -22,31 +20,6 @@ class TwoLayers(Page):
     def __init__(self, model_dim: int, hidden_dim: int, mesh: Mesh | None = None, dtype: Any = np.float32) -> None:
         self._store(_weights(model_dim, hidden_dim), mesh, dtype)
         self.w0, self.w1 = self.parameters.values()
-
-
-class UpdatedRows(TwoLayers):
-    """Data parallel, where each rank updates some rows of the weights, ``rows``, and gathers the others' rows after."""
-
-    axes = ("data",)
-    shardings = {"layer_0/weights": "d f", "layer_1/weights": "f d"}
-    rows = {"layer_0/weights": "d/data f", "layer_1/weights": "f/data d"}
-    input_sharding = output_sharding = "b/data d"
-
-    def owned_sharding(self, name):
-        return Spec.parse(self.rows[name])
-
-    @property
-    def owned(self):
-        return {name: parameter[self.owned_index(name)] for name, parameter in self.parameters.items()}
-
-    def forward(self, x):
-        z = einsum("bd,df->bf", x, self.w0)
-        self.tape.push(x, z)
-        return einsum("bf,fd->bd", relu(z), self.w1)
-
-    def after_update(self):
-        for name, rows in self.owned.items():
-            self.group("data").all_gather(rows, out=self.parameters[name], label=name)
 
 
 def initial_parameters(model_dim: int, hidden_dim: int, seed: int = 0, dtype: Any = np.float32) -> dict[str, Array]:

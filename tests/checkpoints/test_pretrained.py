@@ -144,7 +144,7 @@ def test_a_table_of_what_went_where():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; there are: bloom, cohere"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; there are: arcee, bloom, cohere"),
         ({"rope_parameters": {"rope_type": "mrope", "factor": 2.0}}, "rope_type 'mrope' is not supported"),
         ({"rope_parameters": {"rope_type": "default", "odd": 1}}, "odd of rope_type 'default' is 1, which"),
         ({"rope_parameters": {"rope_theta": 10}, "rope_scaling": {"type": "linear", "factor": 2}}, "differ; remove"),

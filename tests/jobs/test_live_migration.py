@@ -335,13 +335,13 @@ class Faults:
 
     def __init__(self, monkeypatch, faults):
         self.faults, self.fault, self.counts = [*faults, None], None, {}
-        attempt, place, fill = LiveMigration._attempt, layered.place, StateReshard._fill
+        attempt, place, fill = LiveMigration._attempt, layered.EngineState, StateReshard._fill
 
         def attempted(live, stage, do):
             return attempt(live, stage, lambda: self.at(stage) or do())
 
         monkeypatch.setattr(LiveMigration, "_attempt", attempted)
-        monkeypatch.setattr(layered, "place", lambda *a, **options: self.at("placing") or place(*a, **options))
+        monkeypatch.setattr(layered, "EngineState", lambda *a, **options: self.at("placing") or place(*a, **options))
         monkeypatch.setattr(StateReshard, "_fill", lambda *a: self.at("filling") or fill(*a))
 
     def propose(self, step):

@@ -271,14 +271,14 @@ def test_a_model_that_cannot_be_placed_leaves_all_as_it_was(tmp_path, monkeypatc
     """One rank fails while the new arrays are made: all ranks keep the old shape."""
     from spmd_engine.engine import layered
 
-    place, job = layered.place, small_job(tmp_path)
+    place, job = layered.EngineState, small_job(tmp_path)
 
     def failing(model, mesh, *args, **options):
         if mesh.rank == 2 and "model" in mesh.axes:
             raise UsageError("no room")
         return place(model, mesh, *args, **options)
 
-    monkeypatch.setattr(layered, "place", failing)
+    monkeypatch.setattr(layered, "EngineState", failing)
     requests = {1: ShapeRequest({"mesh": {"model": 4}}), 2: ShapeRequest({"mesh": {"pipe": 2}})}
     run_threads(lambda: train(job, tmp_path / "run", propose=requests.get), 4)
     refused, done = events(tmp_path / "run", "reshaped", "not reshaped")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmd_engine.layers.moe.router import balance_gradient, balance_loss, bias_fold, entropy, z_gradient, z_loss
+from spmd_engine.layers.moe.moe import balance_gradient, balance_loss, bias_fold, entropy, z_gradient, z_loss
 from spmd_engine.layers.moe.routing import RouterOptions, choose, expert_counts
 from support.numerics import assert_gradient, normals
 from support.routers import CUTS, EXPERTS, LOGITS, ROUTERS, WHOLE, assembled, block, on_ranks

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_engine.layers.moe.router import balance_gradient, balance_loss, z_gradient, z_loss
+from spmd_engine.layers.moe.moe import balance_gradient, balance_loss, z_gradient, z_loss
 from spmd_engine.layers.moe.routing import RouterOptions, choose, expert_counts, weights_gradient
 
 GOLDEN = dict(np.load(Path(__file__).parent.parent / "golden" / "routing.npz"))

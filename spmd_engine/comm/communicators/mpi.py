@@ -52,14 +52,9 @@ class MPICommunicator(Communicator):
     """
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        progress: Progress | None = None,
-        world: MPICommunicator | None = None,
-        members: Sequence[int] | None = None,
-        hosts: Sequence[str] | None = None,
+        self, comm: MPI.Intracomm, progress: Progress, world: MPICommunicator | None = None, members: Sequence[int] = ()
     ) -> None:
-        """``members``: the ranks of a sub-communicator in ``world``. Only this class passes the last three arguments;
+        """``members``: the ranks of a sub-communicator in ``world``. Only this class passes the last two arguments;
         without them, ``open_node`` says the hosts."""
         self._comm = comm
         self._world = world if world is not None else self
@@ -75,9 +70,8 @@ class MPICommunicator(Communicator):
         self._users = 0  # number of meshes that use this communicator
         #: of the world: by members, least recently used first; meshes with groups of the same ranks share one
         self._kept: dict[tuple[int, ...], MPICommunicator] = {}
-        hosts = hosts if hosts is not None else [MPI.Get_processor_name()] * comm.size
-        members = members if members is not None else range(comm.size)
-        super().__init__(members, comm.rank, hosts, progress if progress is not None else Progress())
+        hosts = [world.hosts[rank] for rank in members] if world is not None else [MPI.Get_processor_name()] * comm.size
+        super().__init__(members or range(comm.size), comm.rank, hosts, progress)
         self.is_device_aware = is_device_aware()
 
     def open_node(self, hosts: Sequence[str], cores: int) -> None:
@@ -145,8 +139,7 @@ class MPICommunicator(Communicator):
     def _create_subset(
         self, ranks: Sequence[int], members: Sequence[int], offset: int, nodes: list[list[int]] | None
     ) -> MPICommunicator:
-        hosts, table = [self.hosts[rank] for rank in ranks], None
-        subset = MPICommunicator(self._create_mpi(ranks), self.progress, self._world, members, hosts)
+        subset, table = MPICommunicator(self._create_mpi(ranks), self.progress, self._world, members), None
         if nodes is not None and self._node is not None:
             node_ranks = next(node for node in nodes if subset.rank in node)
             table = table_on(self._node, [members[rank] for rank in node_ranks], node_ranks.index(subset.rank), offset)

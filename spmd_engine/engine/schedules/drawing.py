@@ -4,34 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmd_engine.engine.schedules.schedule import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Forward,
-    Schedule,
-    Slot,
-    idle_fraction,
-    idle_inside,
-    makespan,
-    peak_activations,
-    timeline,
-)
+from spmd_engine.engine.schedules import schedule as schedules
 from spmd_engine.errors import UsageError
 from spmd_engine.pictures import GREEN, ORANGE, PALE, SKY, YELLOW, Cell, Picture, table, text, tint
 
 #: The letter, colour and name of each kind of work.
-KINDS: dict[type[Compute], tuple[str, str, str]] = {
-    Forward: ("F", SKY, "forward"),
-    Backward: ("B", ORANGE, "backward"),
-    BackwardInput: ("I", YELLOW, "backward of the input"),
-    BackwardWeight: ("W", GREEN, "backward of the weights"),
+KINDS: dict[type[schedules.Compute], tuple[str, str, str]] = {
+    schedules.Forward: ("F", SKY, "forward"),
+    schedules.Backward: ("B", ORANGE, "backward"),
+    schedules.BackwardInput: ("I", YELLOW, "backward of the input"),
+    schedules.BackwardWeight: ("W", GREEN, "backward of the weights"),
 }
 MOST_SLOTS = 20_000  # slots, idle ones included
 
 
-def draw_schedule(plan: Schedule, stages: int = 4, micro_batches: int = 8) -> Picture:
+def draw_schedule(plan: schedules.Schedule, stages: int = 4, micro_batches: int = 8) -> Picture:
     """A row for each stage; one column of the grid is the time of the shortest slot, a forward of one chunk.
 
     Raises UsageError for more slots than can be drawn.
@@ -42,8 +29,8 @@ def draw_schedule(plan: Schedule, stages: int = 4, micro_batches: int = 8) -> Pi
             raise UsageError(f"{plan.name} with {stages} stages and {micro_batches} micro-batches is too long to draw")
 
     check(3 * micro_batches * plan.chunks)  # a quick check, by the work without idle slots
-    slots = timeline(plan, stages, micro_batches)
-    length = round(makespan(slots) * plan.chunks)
+    slots = schedules.timeline(plan, stages, micro_batches)
+    length = round(schedules.makespan(slots) * plan.chunks)
     check(length)
     unit = max(len(_label(slot.instruction, plan.chunks, stages)) for slot in slots) + 1
     left = len(f"stage {stages - 1}") + 1
@@ -59,14 +46,14 @@ def draw_schedule(plan: Schedule, stages: int = 4, micro_batches: int = 8) -> Pi
     return Picture(title, cells, table(_stages(slots), "lrrrr"), notes, fold=(left, unit))
 
 
-def _label(work: Compute, chunks: int, stages: int) -> str:
+def _label(work: schedules.Compute, chunks: int, stages: int) -> str:
     """``F3``; with several chunks a stage, ``F3b`` for its second chunk."""
     letter = chr(ord("a") + work.chunk // stages) if chunks > 1 else ""
     return f"{KINDS[type(work)][0]}{work.m}{letter}"
 
 
 def _slots_of_stage(
-    left: int, y: int, unit: int, slots: Sequence[Slot], chunks: int, stages: int, length: int
+    left: int, y: int, unit: int, slots: Sequence[schedules.Slot], chunks: int, stages: int, length: int
 ) -> list[Cell]:
     cells = []
     free = set(range(length))
@@ -83,24 +70,26 @@ def _slot(x: int, y: int, width: int, label: str, fill: str) -> Cell:
     return Cell(x, y, width, 1, label, fill, outline=False, align="left")
 
 
-def _stages(slots: Sequence[Slot]) -> list[tuple[str, ...]]:
+def _stages(slots: Sequence[schedules.Slot]) -> list[tuple[str, ...]]:
     """A row for each stage, under headings."""
     rows: list[tuple[str, ...]] = [("", "busy", "idle", "idle inside", "activations held")]
-    step_time = makespan(slots)
-    for stage, (inside, peak) in enumerate(zip(idle_inside(slots), peak_activations(slots), strict=True)):
+    step_time = schedules.makespan(slots)
+    for stage, (inside, peak) in enumerate(
+        zip(schedules.idle_inside(slots), schedules.peak_activations(slots), strict=True)
+    ):
         busy = sum(slot.end - slot.start for slot in slots if slot.stage == stage)
         rows.append((f"stage {stage}", *(f"{round(x, 2):g}" for x in (busy, step_time - busy, inside, peak))))
     return rows
 
 
-def _notes(plan: Schedule, slots: Sequence[Slot], stages: int, micro_batches: int) -> list[str]:
+def _notes(plan: schedules.Schedule, slots: Sequence[schedules.Slot], stages: int, micro_batches: int) -> list[str]:
     expected = plan.expected_bubble(stages, micro_batches)
     formula = "there is no formula for this case" if expected is None else f"by the formula {expected:.1%}"
     kinds = {type(slot.instruction) for slot in slots}
     legend = ", ".join(f"{letter} {name}" for kind, (letter, _, name) in KINDS.items() if kind in kinds)
     chunks = "; small letters are chunks of layers" if plan.chunks > 1 else ""
     return [
-        f"bubble: {idle_fraction(slots):.1%} of all stages' time; {formula}",
+        f"bubble: {schedules.idle_fraction(slots):.1%} of all stages' time; {formula}",
         f"{legend}, . idle; numbers are micro-batches{chunks}.",
         "Idle inside: between a stage's first and last work. Activations held: at most, in micro-batches.",
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from functools import reduce
-from itertools import groupby
+from itertools import count, groupby
 from math import prod
 
 import numpy as np
@@ -206,23 +206,18 @@ class Extras:
 
     def __init__(self, buffers: Buffers, side_outputs: SideOutputs) -> None:
         self.buffers, self.side_outputs = buffers, side_outputs
-        self._passes = 0
+        self.passes = count()  #: numbers of the micro-batches outside a step, since the last update
 
     def begin(self) -> None:
         """Prepare for a step, also after one that was skipped or failed."""
         self.buffers.begin()
         self.side_outputs.begin()
-        self._passes = 0
-
-    def count_pass(self) -> int:
-        """The number of a micro-batch outside a step: the count of those before it since the last update."""
-        self._passes += 1
-        return self._passes - 1
+        self.passes = count()
 
     def apply(self) -> None:
         """Apply the updates of the buffers, after the optimizer's. Collective over the axes that sum some of them."""
         self.buffers.apply()
-        self._passes = 0
+        self.passes = count()
 
     def take(self, number: int, ctx: ForwardContext, extra: Extra) -> None:
         """Store what the layer with this number returned for a micro-batch."""

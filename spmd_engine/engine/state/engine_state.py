@@ -61,107 +61,83 @@ class Passes:
         """Forwards or backwards of one micro-batch."""
         return self._parted.one_pass(kind, self._place)
 
-    def begin(self, what: str, contexts: Sequence[ForwardContext], number: int | None = None) -> int:
-        """Begin a pass with these micro-batches: a "step", a "forward", or the "backward" of the forward with this
-        number. Returns the number of a forward."""
-        if isinstance(self.neighbours, HelpedNeighbours):
-            return self.neighbours.order(what, contexts, number)
-        self.neighbours.begin(len(contexts))
-        return 0
-
-    def execution(
-        self, contexts: Sequence[ForwardContext], inputs: Sequence[Array], loss_gradient: Callable[[int, Array], Any]
+    def begin(
+        self,
+        what: str,
+        contexts: Sequence[ForwardContext],
+        inputs: Sequence[Array],
+        loss_gradient: Callable[[int, Array], Any],
     ) -> Execution:
-        """An ``Execution`` of these micro-batches."""
-        return Execution(self.chunks, self.neighbours, contexts, inputs, loss_gradient)
+        """Begin a "step" or a "forward" of these micro-batches."""
+        number = self.neighbours.order(what, contexts)
+        return Execution(self.chunks, self.neighbours, contexts, inputs, loss_gradient, number)
 
 
-@dataclass(frozen=True)
 class EngineState:
-    """A model placed on a mesh: its storage and what executes it. Another mesh needs a new one."""
+    """A model placed on a mesh: its storage, with parameters of zeros, and what executes it. Another mesh needs a new
+    one.
 
-    mesh: Mesh
-    layout: Layout
-    schedule: Schedule
-    store: ParameterStore
-    extras: Extras
-    unsharder: Unsharder
-    reducer: Reducer
-    passes: Passes
-    own_passes: Passes  #: those of the mesh alone, where helper ranks have a part in the others
-    positions: Callable[[int], tuple[Array, Array]]  #: this rank's, by length: inside layers, and between
-    frozen: FrozenStore
-
-
-def place(
-    model: Model,
-    mesh: Mesh,
-    layout: Layout,
-    *,
-    dtype: np.dtype,
-    backend: Backend,
-    storage: ZeroConfig = ZeroConfig(),  # noqa: B008 (immutable)
-    schedule: Schedule | str | None = None,
-    stages: Division = "even",
-    recompute: Recompute | str = Recompute.NONE,
-    assign: str | None = None,
-    trained: bool = True,
-    together: bool = False,
-) -> EngineState:
-    """The model on this mesh; its parameters are zeros. Options are those of ``LayeredEngine``, and ``together``.
-
-    Raises the errors of ``assigned``, of ``ParameterStore`` and of ``HelpedNeighbours``.
+    Options are those of ``LayeredEngine``, and ``together``. Raises the errors of ``assigned``, of ``ParameterStore``
+    and of ``HelpedNeighbours``.
     """
-    how: dict[str, Any] = {"storage": storage, "schedule": schedule, "stages": stages, "recompute": recompute}
-    schedule, assignment = assigned(model, mesh, layout, dtype.itemsize, **how)
-    described = dict(model.parameters())
-    how = {"together": together, "trained": trained}
-    store = ParameterStore(described, assignment, mesh, layout, storage, dtype, backend, **how)
-    frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)
-    table = storage.table(mesh.axes, (), dtype, trained=trained)
-    buffers = Buffers(model, assignment.held, mesh, layout, table, backend, frozen.arrays)
-    extras = Extras(buffers, SideOutputs(model, mesh, layout))
-    unsharder = Unsharder(
-        [*store.storages, *frozen.storages],
-        {layer: {**names, **assignment.frozen_uses.get(layer, {})} for layer, names in assignment.uses.items()},
-        {layer: buffers.of_layer(layer) for layer in assignment.uses},
-    )
-    passes = [assignment.chunks[number] for number in assignment.mine]
-    reducer = Reducer(store.storages, assignment.uses, passes, trained)
-    shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
 
-    def chunk_of(layers: range) -> Chunk:
-        parts = segments(model, layers, Recompute(recompute))
-        return Chunk(parts, model.layers, shards, unsharder, reducer, extras, store.places.stash, dtype)
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        layout: Layout,
+        *,
+        dtype: np.dtype,
+        backend: Backend,
+        storage: ZeroConfig = ZeroConfig(),  # noqa: B008 (immutable)
+        schedule: Schedule | str | None = None,
+        stages: Division = "even",
+        recompute: Recompute | str = Recompute.NONE,
+        assign: str | None = None,
+        trained: bool = True,
+        together: bool = False,
+    ) -> None:
+        how: dict[str, Any] = {"storage": storage, "schedule": schedule, "stages": stages, "recompute": recompute}
+        self.mesh, self.layout = mesh, layout
+        self.schedule, assignment = assigned(model, mesh, layout, dtype.itemsize, **how)
+        described = dict(model.parameters())
+        how = {"together": together, "trained": trained}
+        self.store = ParameterStore(described, assignment, mesh, layout, storage, dtype, backend, **how)
+        self.frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)
+        table = storage.table(mesh.axes, (), dtype, trained=trained)
+        buffers = Buffers(model, assignment.held, mesh, layout, table, backend, self.frozen.arrays)
+        self.extras = Extras(buffers, SideOutputs(model, mesh, layout))
+        self.unsharder = Unsharder(
+            [*self.store.storages, *self.frozen.storages],
+            {layer: {**names, **assignment.frozen_uses.get(layer, {})} for layer, names in assignment.uses.items()},
+            {layer: buffers.of_layer(layer) for layer in assignment.uses},
+        )
+        passes = [assignment.chunks[number] for number in assignment.mine]
+        self.reducer = Reducer(self.store.storages, assignment.uses, passes, trained)
+        shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
+        own_storage = self.unsharder, self.reducer, self.extras
 
-    def passes_with(assigned_layers: Sequence[Assigned]) -> Passes:
-        parted = PartedPasses(model, assigned_layers, assignment.chunks, mesh.axes.get(PIPE, 1), schedule)
-        if uneven_axes(mesh.all_axes):
-            neighbours: PipelineNeighbours = UnevenNeighbours(mesh, parted, backend, layout)
-        else:
-            neighbours = PipelineNeighbours(mesh.group(PIPE) if parted.stages > 1 else None, parted.places, backend)
-        place = neighbours.stage
-        chunks = {number: chunk_of(parted.parts[number].layers) for number in parted.on_place(place)}
-        if assigned_layers:
-            neighbours = HelpedNeighbours(neighbours, parted, mesh, unsharder, reducer, extras, backend)
-        return Passes(chunks, neighbours, parted, place)
+        def chunk_of(layers: range) -> Chunk:
+            parts = segments(model, layers, Recompute(recompute))
+            return Chunk(parts, model.layers, shards, *own_storage, self.store.places.stash, dtype)
 
-    own_passes = passes_with(())
-    of_all = passes_with(parse_assign(assign)) if assign else own_passes
-    positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))
-    return EngineState(
-        mesh,
-        layout,
-        schedule,
-        store,
-        extras,
-        unsharder,
-        reducer,
-        of_all,
-        own_passes,
-        positions,
-        frozen,
-    )
+        def passes_with(assigned_layers: Sequence[Assigned]) -> Passes:
+            parted = PartedPasses(model, assigned_layers, assignment.chunks, mesh.axes.get(PIPE, 1), self.schedule)
+            if uneven_axes(mesh.all_axes):
+                neighbours: PipelineNeighbours = UnevenNeighbours(mesh, parted, backend, layout)
+            else:
+                neighbours = PipelineNeighbours(mesh.group(PIPE) if parted.stages > 1 else None, parted.places, backend)
+            place = neighbours.stage
+            chunks = {number: chunk_of(parted.parts[number].layers) for number in parted.on_place(place)}
+            if assigned_layers:
+                neighbours = HelpedNeighbours(neighbours, parted, mesh, *own_storage, backend)
+            return Passes(chunks, neighbours, parted, place)
+
+        #: those of the mesh alone, where helper ranks have a part in ``passes``
+        self.own_passes = passes_with(())
+        self.passes = passes_with(parse_assign(assign)) if assign else self.own_passes
+        #: this rank's positions, by length: inside layers, and between
+        self.positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))
 
 
 def assigned(

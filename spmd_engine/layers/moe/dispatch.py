@@ -175,10 +175,8 @@ class Dispatch:
 
     def start(self, rows: Array) -> Array | Deferred:
         """Start to send rows, in the order of ``tokens``, to their experts, where they have the order of ``rows``."""
-        return then(self._sh.start_all_to_all(rows, self._sent, over="e", received=self._came), self._sorted)
-
-    def _sorted(self, rows: Array) -> Array:
-        return rows if self._by_expert is None else rows[self._by_expert]
+        came, by_expert = self._sh.start_all_to_all(rows, self._sent, over="e", received=self._came), self._by_expert
+        return came if by_expert is None else then(came, lambda rows: rows[by_expert])
 
     def start_back(self, rows: Array) -> Array | Deferred:
         """Start to send the results of this rank's experts back, where they have the order of ``tokens``."""

@@ -96,7 +96,7 @@ class Family:
     model_type: str
     about: str  #: one line of docs/models.md
     fields: ConfigFields
-    modules: Modules
+    modules: Modules = field(default_factory=lambda: LLAMA_MODULES)
     constants: dict[str, Any] = field(default_factory=dict)  #: values that differ from a DecoderConfig's defaults
     architecture: str = ""  #: the class of transformers; the default for "qwen2_moe" is "Qwen2MoeForCausalLM"
     implied: Mapping[str, Any] = field(default_factory=dict)  #: like ``constants``, but not recorded in a DecoderConfig

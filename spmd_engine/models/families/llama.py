@@ -15,7 +15,6 @@ LLAMA = Family(
     "llama",
     "RMSNorm, rotary positions, SwiGLU, fewer key heads than heads; `attention_bias` and `mlp_bias`",
     family.RMS | family.ATTENTION_BIAS | family.MLP_BIAS | family.defaults(epsilon=1e-6),
-    family.LLAMA_MODULES,
     gguf=Gguf("llama", reordered=True),
 )
 ARCEE = Family(
@@ -30,7 +29,6 @@ CWM = Family(
     "cwm",
     "a Llama with windows in three of four layers (`layer_types`)",
     family.RMS | family.MLP_BIAS | family.defaults(context=131072, key_value_heads=8, head_width=128),
-    family.LLAMA_MODULES,
     rope=Rope(1e6),
     windows=SlidingWindow(8192, has_window=lambda config, shape, layer: bool(layer % 4)),
 )
@@ -41,7 +39,6 @@ ERNIE4_5 = Family(
     | family.TIED
     | family.same("use_bias", "bias", "output_bias", "mlp_bias")
     | family.defaults(context=131072, key_value_heads=2, head_width=128),
-    family.LLAMA_MODULES,
     architecture="Ernie4_5ForCausalLM",
     required={"use_rmsnorm": True},
     rope=Rope(5e5, pairs="neighbours"),
@@ -54,7 +51,6 @@ HELIUM = Family(
     | family.MLP_BIAS
     | family.same("attention_bias", "bias")
     | family.defaults(context=4096, epsilon=1e-8, key_value_heads=20, head_width=128),
-    family.LLAMA_MODULES,
     rope=Rope(1e5, pairs="neighbours"),
 )
 SEED_OSS = Family(
@@ -64,7 +60,6 @@ SEED_OSS = Family(
     | family.MLP_BIAS
     | family.defaults(context=524288, epsilon=1e-6, key_value_heads=8, head_width=128)
     | {"bias": ("attention_bias", True), "output_bias": ("attention_out_bias", False)},
-    family.LLAMA_MODULES,
     gguf=Gguf("seed_oss", modules={"mlp/norm": "post_attention_norm"}),
 )
 
@@ -99,7 +94,6 @@ INTERNLM3 = Family(
     family.RMS
     | family.same("qkv_bias", "bias", "output_bias", "mlp_bias")
     | family.defaults(context=32768, key_value_heads=2, head_width=128),
-    family.LLAMA_MODULES,
     architecture="InternLM3ForCausalLM",
     ignored=("bias",),
     read=_read_internlm3,
@@ -132,7 +126,6 @@ MINICPM = Family(
     "minicpm",
     "a Granite with other fields; transformers does not have it, so the tests compare it with that Granite",
     family.RMS | family.TIED | family.ATTENTION_BIAS | family.defaults(context=32768, epsilon=1e-6),
-    family.LLAMA_MODULES,
     architecture="MiniCPMForCausalLM",
     also_read=tuple(_FACTORS),
     ignored=("mup_denominator",),  # used in training only
@@ -160,7 +153,6 @@ SMOLLM3 = Family(
     "smollm3",
     "a Llama with layers without rotary positions (`no_rope_layers`)",
     family.RMS | family.TIED | family.ATTENTION_BIAS | family.defaults(context=32768, epsilon=1e-6),
-    family.LLAMA_MODULES,
     architecture="SmolLM3ForCausalLM",
     also_read=("no_rope_layers",),
     rope=Rope(2e6),
@@ -281,7 +273,6 @@ GRANITE = Family(
     "granite",
     "a Llama with `embedding_multiplier`, `residual_multiplier`, `attention_multiplier`, `logits_scaling`",
     _GRANITE_FIELDS | family.MLP_BIAS,
-    family.LLAMA_MODULES,
     gguf=Gguf("granite", reordered=True, values=_GRANITE_GGUF_VALUES, needed=("logit_scale",), required=_GRANITE3),
 )
 GRANITEMOE = Family(

@@ -11,7 +11,6 @@ MISTRAL = Family(
     "mistral",
     "a Llama with `sliding_window`",
     _FIELDS,
-    family.LLAMA_MODULES,
     windows=SlidingWindow(4096, listed=False),
     multimodal={
         "mistral3": {
@@ -26,7 +25,6 @@ MINISTRAL = Family(
     "ministral",
     "a Llama with windows (`layer_types`)",
     _FIELDS | family.defaults(key_value_heads=8),
-    family.LLAMA_MODULES,
     windows=SlidingWindow(4096),
 )
 MIXTRAL = Family(
@@ -61,7 +59,6 @@ MINISTRAL3 = Family(
     "ministral3",
     "a Llama with `yarn` positions, up to `original_max_position_embeddings`: beyond it queries have a factor",
     family.RMS | family.defaults(context=262144, key_value_heads=8, head_width=128),
-    family.LLAMA_MODULES,
     required={"sliding_window": None},
     rope=Rope(1e6, ignored=("llama_4_scaling_beta", "max_position_embeddings")),
     read=lambda config, shape: _up_to(config["rope_parameters"]["original_max_position_embeddings"], shape),

@@ -11,8 +11,7 @@ OLMO = Family(
     "olmo",
     "a Llama whose norms have neither scale nor shift; `clip_qkv` is refused",
     family.without(family.SIZES | family.SILU | family.GROUPED | family.ATTENTION_BIAS, "epsilon"),
-    family.LLAMA_MODULES,
-    {"norm": "layer-plain", "epsilon": 1e-5},
+    constants={"norm": "layer-plain", "epsilon": 1e-5},
     gguf=Gguf("olmo", reordered=True),
 )
 OLMO2 = Family(

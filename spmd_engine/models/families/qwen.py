@@ -20,8 +20,7 @@ QWEN2 = Family(
     "qwen2",
     "a Llama with biases of queries, keys and values",
     _FIELDS,
-    family.LLAMA_MODULES,
-    {"bias": True},
+    constants={"bias": True},
     windows=SlidingWindow(switch=True, has_window=_from_layer),
     gguf=Gguf("qwen2"),
 )
@@ -29,8 +28,7 @@ QWEN3 = Family(
     "qwen3",
     "a Llama with norms of queries and keys, and `head_dim` apart from the width",
     _QWEN3_FIELDS,
-    family.LLAMA_MODULES,
-    {"qk_norm": True},
+    constants={"qk_norm": True},
     windows=SlidingWindow(switch=True, has_window=_from_layer),
     gguf=Gguf("qwen3"),
 )
