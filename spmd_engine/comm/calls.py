@@ -15,8 +15,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, CudaBackend, backend_of
-from spmd_engine.comm.agreement.call_agreement import Agreed, Inline
+from spmd_engine.comm.agreement.call_agreement import Agreed
 from spmd_engine.comm.agreement.signature import NumberedCall, Signature, Signatures
+from spmd_engine.comm.agreement.tree import Inline
 from spmd_engine.comm.blocks import spans
 from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.ledger import Ledger

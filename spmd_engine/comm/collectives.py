@@ -14,8 +14,9 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend, CudaBackend, backend_of
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.arrays.precision import accumulated_in, is_half
-from spmd_engine.comm.agreement.call_agreement import Agreed, Inline
+from spmd_engine.comm.agreement.call_agreement import Agreed
 from spmd_engine.comm.agreement.signature import Signature, Signatures, number_of
+from spmd_engine.comm.agreement.tree import Inline
 from spmd_engine.comm.blocks import Reducer, joined, reducer, reducible, span, spans
 from spmd_engine.comm.calls import Collective, Offer, PreparedCall, Shape, copied
 from spmd_engine.comm.dispatch import Routing
@@ -128,7 +129,7 @@ class Reducing(Collective):
         places = self.places_between_nodes(routing, self.dtype.itemsize) if splits else None
         length = sum([each.stop - each.start for each in self.sent_between_nodes(routing, self.rank)])
         size = length * wide.itemsize * (self.ranks if routing.in_rank_order else 1)
-        return Inline(wide, size, np.concatenate if routing.in_rank_order else combine, answer, places, part=part)
+        return Inline(wide, np.concatenate if routing.in_rank_order else combine, size, answer, places, part=part)
 
     @abstractmethod
     def sent_between_nodes(self, routing: Routing, rank: int) -> list[slice]:
@@ -161,10 +162,10 @@ class AllReduceCall(Reducing):
         return cls.prepare(group, "all_reduce", operand, label, {"reduction": op}, **fields)
 
     def gathers(self, routing: Routing) -> bool:
-        lanes, wide = routing.connections.lanes, accumulated_in(self.dtype)
+        lanes, tuning = routing.connections.lanes, routing.connections.tuning
         if lanes is None or not self.signature.inline:
             return False
-        tuning, size = routing.connections.tuning, self.payload // self.dtype.itemsize * wide.itemsize
+        size = self.payload // self.dtype.itemsize * accumulated_in(self.dtype).itemsize
         return self.payload >= tuning.hierarchical and size > tuning.inline_between(lanes.lane.size, lanes.local.size)
 
     def sent_between_nodes(self, routing: Routing, rank: int) -> list[slice]:
@@ -302,7 +303,7 @@ class AllGatherCall(Joining):
         return Offer(local, None, result)
 
     def between_nodes(self, routing: Routing) -> Inline:
-        return Inline(self.dtype, self.ranks * self.payload, keeps=True)
+        return Inline(self.dtype, keeps=True)
 
     def answered(self, routing: Routing, answer: np.ndarray, out: Array | None) -> Array:
         shape = self.signature.array_type[0]
@@ -356,14 +357,14 @@ class AllToAllCall(Joining):
     def between_nodes(self, routing: Routing) -> Inline:
         ranks, (shape, dtype) = routing.senders, self.signature.array_type
         if len(ranks) == 2:
-            return Inline(dtype, prod(self.shape) * dtype.itemsize, part=lambda block, rank: block[self.parts[rank]])
+            return Inline(dtype, part=lambda block, rank: block[self.parts[rank]])
 
         def answer(rows: np.ndarray) -> np.ndarray:
             blocks = rows.view(dtype).reshape(self.ranks, *shape)
             return joined([blocks[:, *self.parts[r]].reshape(-1) for r in ranks], 0, dtype).view(np.uint8)
 
         places = self.places_between_nodes(routing, self.ranks * dtype.itemsize)
-        return Inline(dtype, self.ranks * self.payload, answer=answer, places=places)
+        return Inline(dtype, size=self.ranks * self.payload, answer=answer, places=places)
 
     def answered(self, routing: Routing, answer: np.ndarray, out: Array | None) -> Array:
         axis = self.signature.concat_axis

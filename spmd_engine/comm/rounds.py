@@ -94,16 +94,11 @@ class Payload:
                 self._combine(self.x[part], [self.x[part], message[place]])
 
 
-def shift(ranks: Ranks, message: np.ndarray, incoming: np.ndarray, distance: int, tag: int) -> Requests:
-    """Send ``message`` to the rank at ``distance``, and fill ``incoming`` from the rank as far before; empty: none."""
-    to, source = (ranks.rank + distance) % ranks.size, (ranks.rank - distance) % ranks.size
-    requests = Requests(ranks).add(source, ranks.start_receive(incoming, source, tag) if incoming.size else [])
-    return requests.add(to, ranks.start_send(message, to, tag) if message.size else [])
-
-
 def carry(ranks: Ranks, payload: Payload, tag: int) -> Steps:
-    """Exchange the parts of ``payload``."""
+    """Exchange the parts of ``payload``. Empty ones are not sent."""
     for index, (distance, _, _) in enumerate(payload.rounds):
-        message, incoming = payload.outgoing(index), payload.room(index)
-        yield shift(ranks, message, incoming, distance, tag)
+        message, incoming, requests = payload.outgoing(index), payload.room(index), Requests(ranks)
+        to, source = (ranks.rank + distance) % ranks.size, (ranks.rank - distance) % ranks.size
+        requests.add(source, ranks.start_receive(incoming, source, tag) if incoming.size else [])
+        yield requests.add(to, ranks.start_send(message, to, tag) if message.size else [])
         payload.take(index, incoming)

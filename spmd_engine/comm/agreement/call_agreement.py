@@ -7,7 +7,7 @@ nodes, in a tree of messages (``tree``).
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.agreement.signature import NumberedCall, Signature, Signatures, common, room
-from spmd_engine.comm.agreement.tree import Rows, agree
+from spmd_engine.comm.agreement.tree import Inline, agree
 from spmd_engine.comm.connections import Connections
 from spmd_engine.comm.exchange import AGREEMENT, EXPLANATION, exchange, tag
 from spmd_engine.comm.pending import RanksEnded, Steps
@@ -39,27 +39,6 @@ class Agreed(NamedTuple):
     signatures: Signatures | None = None  #: of all ranks, if they are on one node
     device: bool = False  #: whether all arrays are on devices
     answer: np.ndarray | None = None  #: the bytes that this rank has got between nodes, if arrays were sent inline
-
-
-class Inline(NamedTuple):
-    """What becomes of small arrays that travel with the agreement between nodes; see ``tree.agree``."""
-
-    dtype: np.dtype  #: in which they travel
-    size: int  #: bytes of all of them, combined
-    combine: Rows = np.concatenate
-    answer: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
-    places: Sequence[slice] | None = None
-    keeps: bool = False
-    part: Callable[[Any, int], Any] | None = None  #: what of an array is sent; of two ranks, to this one
-
-    def row(self, blocks: Sequence[Any], rank: int) -> np.ndarray:
-        """What a rank gets of the arrays of this node's ranks."""
-        parts = [self.part(block, rank) for block in blocks] if self.part is not None else blocks
-        return self.combine([np.ascontiguousarray(x, self.dtype).reshape(-1).view(np.uint8) for x in parts])
-
-    def complete_answer(self, rows: np.ndarray) -> np.ndarray:
-        """The answer; empty if some ranks sent nothing inline."""
-        return self.answer(rows) if rows.size == self.size else rows[:0]
 
 
 class Agreement:
@@ -128,20 +107,17 @@ class Agreement:
         local: Sequence[Signature] = [signature] if entries is None else entries.signatures.by_rank
         blocks: Sequence[Any] = [x] if entries is None else entries.blocks
         words = np.max([signature.words for signature in local], axis=0)
-        ranks, options, data = self._connections.senders, {}, np.empty(0, np.uint8)
+        ranks, own, data = self._connections.senders, None, np.empty(0, np.uint8)
         if signature.operation == "broadcast":
             for each, block in zip(local, blocks, strict=True):
                 if each.shape is not None:
                     data = np.frombuffer(each.packed + (block.tobytes() if each.inline else b""), np.uint8)
         elif inline is not None and all(each.inline for each in local) and len(set(map(np.size, blocks))) == 1:
             data = inline.row(blocks, ranks.outer(ranks.size - 1 - ranks.rank))
-            options = {"combine": inline.combine, "answer": inline.complete_answer}
-            options |= {"places": inline.places, "keeps": inline.keeps}
-            if inline.part is not None and ranks.size == 2:
-                options["own"] = inline.row(blocks, self._connections.comm.rank)
-        tuning = self._connections.tuning
-        options |= {"most": tuning.inline_between(ranks.size), "joined": tuning.with_agreement, "ended": ended}
-        words, answer = yield from agree(ranks, words, data, tag(number, AGREEMENT), **options)
+            own = inline.row(blocks, ranks.outer(ranks.rank)) if ranks.size == 2 else None
+        tuning, agreement = self._connections.tuning, tag(number, AGREEMENT)
+        most, joined = tuning.inline_between(ranks.size), tuning.with_agreement
+        words, answer = yield from agree(ranks, words, data, agreement, inline, own, most, joined, ended)
         same, alike, sizes_known, host, device, most = common(words)
         if not same or signature.operation == "refuse":
             yield from self._explain(signature, number, x)

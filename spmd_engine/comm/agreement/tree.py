@@ -13,6 +13,7 @@ would not give the others the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +29,22 @@ _TEXTS = 32763  # the tag of ``gather_texts``; no other messages of the world ha
 _SHORT = 128  # bytes of a text that travels with the lengths
 _LEAST = 1 << 13  # least bytes of room for rows: more than the description of a broadcast's array
 
-Rows = Callable[[list[np.ndarray]], np.ndarray]  #: combines the rows of consecutive ranks, as bytes
+
+class Inline(NamedTuple):
+    """What becomes of the rows, which are the bytes of small arrays."""
+
+    dtype: np.dtype = np.dtype(np.uint8)  #: in which arrays travel
+    combine: Callable[[list[np.ndarray]], np.ndarray] = np.concatenate  #: makes one row of those of consecutive ranks
+    size: int = 0  #: bytes of the rows of all ranks, combined, that have an ``answer``
+    answer: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
+    places: Sequence[slice] | None = None  #: by rank, what each of them gets of the answer; None: all of it
+    keeps: bool = False  #: whether no rank gets the rows of its own subtree; they are joined, and equally long
+    part: Callable[[Any, int], Any] = lambda x, rank: x  #: what of an array is sent; of two ranks, to this one
+
+    def row(self, arrays: Sequence[Any], rank: int) -> np.ndarray:
+        """What a rank gets of these ``arrays``."""
+        parts = [np.ascontiguousarray(self.part(x, rank), self.dtype) for x in arrays]
+        return self.combine([part.reshape(-1).view(np.uint8) for part in parts])
 
 
 def edges(rank: int, ranks: int) -> tuple[int, Sequence[tuple[int, int]]]:
@@ -47,26 +63,22 @@ def agree(
     words: np.ndarray,
     row: np.ndarray,
     tag: int,
-    *,
+    inline: Inline | None = None,
     own: np.ndarray | None = None,
     most: int = 0,
     joined: int = 0,
-    combine: Rows = np.concatenate,
-    answer: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
-    places: Sequence[slice] | None = None,
-    keeps: bool = False,
     ended: RanksEnded | None = None,
 ) -> Steps:
-    """The maximum of all ranks' ``words`` (see ``Signature``), and the ``answer`` to the rows of all ranks.
+    """The maximum of all ranks' ``words`` (see ``Signature``), and what this rank gets of the rows of all ranks.
 
     ``row``: bytes, of which other ranks may have up to ``most``, and all together, where rows are joined, up to
     ``joined``; a single rank may have a row of a few KiB more. Rows are dropped if the calls differ. ``own``: the row
-    that two ranks combine with the other's, if not ``row``. ``combine``: makes one row of those of ranks that follow
-    one another. ``places``: by rank, what each of them gets of the answer; None: all of it. ``keeps``: the answer is
-    the rows, equally long, of which no rank gets those of its own subtree. ``ended``: ranks have ended that this rank
-    waited for, so it cannot make its call; all raise RanksEnded.
+    that two ranks combine with the other's, if not ``row``. ``ended``: ranks have ended that this rank waited for, so
+    it cannot make its call; all raise RanksEnded.
     """
     words, most, joined = words.copy(), max(most, row.size), max(joined, ranks.size * row.size)
+    inline = inline or Inline()  # joins rows
+    places, keeps = inline.places, inline.keeps
     first, length, pair = ranks.rank, row.size, ranks.size == 2
     parent, children = edges(first, ranks.size) if not pair else (first, [(1 - first, 2)])
 
@@ -99,9 +111,10 @@ def agree(
         except RanksEnded as error:
             note(error)
     same, alike, *_ = common(words)
-    row = combine(rows if not pair or first == 0 else rows[::-1]) if same and alike and not words[ENDED] else row[:0]
+    rows = rows[::-1] if pair and first else rows
+    row = inline.combine(rows) if same and alike and not words[ENDED] else row[:0]
     if parent == ranks.rank:
-        row, first = answer(row) if row.size else row, 0
+        row, first = inline.answer(row) if row.size == inline.size else row, 0
     else:
         message, arrival = receive(parent, joined)
         try:
