@@ -165,7 +165,7 @@ def parts_of(size: int) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any]
     on_node = range(min(size, PER_NODE))
 
     def load() -> Manifest:
-        read = Manifest.read(BytesIO(text), "it")
+        read = Manifest.parse(BytesIO(text), "it")
         for name in read.file_names(slice(0, None, size)):
             read.file(name)
         model, state = read.sections[MODEL], read.sections[OPTIMIZER]
@@ -177,7 +177,7 @@ def parts_of(size: int) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any]
         assert len(parts) == len(wanted) == 3 * len(own)
         return read
 
-    yield "reading the manifest", lambda: Manifest.read(BytesIO(text), "it"), lambda _: {"bytes": len(text)}
+    yield "reading the manifest", lambda: Manifest.parse(BytesIO(text), "it"), lambda _: {"bytes": len(text)}
     yield "a load's part, with that", load, lambda _: {}
     engine: Any = SimpleNamespace(parameters={name: np.zeros(1) for name in placement}, buffers={})
     engine.placement = lambda: placement

@@ -35,10 +35,16 @@ def checked(
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             name = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
-            for argument, value in bound(name, function, args, options).items():
-                default, kind = _parameters(function)[argument]
+            positional, required, parameters = _parameters(function)
+            given = dict(zip(positional, args), **options)
+            if len(given) < len(args) + len(options) or not required <= given.keys() <= parameters.keys():
+                given = bound(name, function, args, options)
+            for argument, value in given.items():
+                default, kind = parameters[argument]
                 if value is default or value is None and argument in optional:
                     continue
+                if type(value) is kind and kind is not float and argument not in ranges:
+                    continue  # as most are
                 for where, what, advice in _misfits(argument, value, kind, ranges.get(argument)):
                     advice = f"give {give[argument]}" if argument in give else advice
                     raise UsageError(f"{name}: {where} is {_shown(what)}; {advice}")
@@ -76,20 +82,21 @@ def _signature(function: Callable) -> Signature:
 
 
 @cache
-def _parameters(function: Any) -> dict[str, tuple[Any, Any]]:
-    """The default and the type of each parameter: Any without one, for ``*`` and ``**``, and for a type that only type
-    checkers import."""
-    names = vars(sys.modules[function.__module__])
+def _parameters(function: Any) -> tuple[tuple[str, ...], set[str], dict[str, tuple[Any, Any]]]:
+    """The names of the positional parameters, those of the parameters without a default, and the default and the type
+    of each: Any without one, for ``*`` and ``**``, and for a type that only type checkers import."""
+    parameters = _signature(function).parameters
+    several = {name for name, one in parameters.items() if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     found = {}
-    for name, parameter in _signature(function).parameters.items():
-        kind = parameter.annotation
+    for name, one in parameters.items():
+        kind = one.annotation
         try:
-            kind = eval(kind, names) if isinstance(kind, str) else kind
+            kind = eval(kind, vars(sys.modules[function.__module__])) if isinstance(kind, str) else kind
         except (NameError, AttributeError):
-            kind = Parameter.empty
-        several = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-        found[name] = parameter.default, Any if several or kind is Parameter.empty else kind
-    return found
+            kind = Any
+        found[name] = one.default, Any if name in several or kind is one.empty else kind
+    positional = tuple(name for name, one in parameters.items() if one.kind <= one.POSITIONAL_OR_KEYWORD)
+    return positional, {name for name, (default, _) in found.items() if default is Parameter.empty} - several, found
 
 
 def _misfits(where: str, value: Any, kind: Any, limits: Limits | None = None) -> Iterator[tuple[str, Any, str]]:

@@ -135,6 +135,8 @@ class Configuration:
 
 def _checked(configuration: type[Configuration], f: Field, value: Any) -> Any:
     """The value that a field gets. Raises UsageError for a wrong type or a value out of range."""
+    if value == "" and f.default is None and "read" not in f.metadata:  # such as a shell's variable that is not set
+        raise UsageError(f"{f.name} is empty: give a value, or leave it out")
     value = _convert(f.name, _read(f.name, value, f.metadata), _types(configuration)[f.name])
     _check_range(f.name, value, f.metadata)
     return value

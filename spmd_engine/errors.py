@@ -152,12 +152,6 @@ def is_array(x: Any) -> bool:
     return getattr(x, "shape", None) is not None and hasattr(x, "__setitem__")
 
 
-def check_argument(name: str, value: Any, kind: Any, give: str) -> None:
-    """Raise UsageError if an argument of this name is no instance of ``kind``; ``give``: what to pass instead."""
-    if not isinstance(value, kind):
-        raise UsageError(f"{name} is {described(value)}; give {give}")
-
-
 def described(returned: Any) -> str:
     """The description of a value in messages."""
     if returned is None:

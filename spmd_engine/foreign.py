@@ -44,6 +44,13 @@ def reading(what: str, hint: str = "", kind: type[SpmdError] = UsageError) -> It
         raise kind(f"{what}: {reason(error)}{hint}") from error
 
 
+def check_link(path: str | os.PathLike) -> None:
+    """Raise UsageError if a path in a folder that is read leads to another folder, which is not read, or nowhere."""
+    if os.path.islink(path) and not os.path.isfile(path):
+        where = "a folder, which is not read: name that folder itself" if os.path.isdir(path) else "no file: restore it"
+        raise UsageError(f"{path} is a link to {where}, or remove the link")
+
+
 def reason(error: BaseException) -> str:
     """The message of an error in one line of bounded length, with the error's type if the message alone is unclear."""
     if isinstance(error, RecursionError):

@@ -36,10 +36,9 @@ settings.register_profile("spmd", derandomize=True, deadline=None, max_examples=
 settings.load_profile("spmd")
 
 
-@pytest.fixture(autouse=True)
-def numpy_computes_products():
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
     """Undo what a training run has chosen for this process: the libraries of products."""
-    yield
     if products := sys.modules.get("spmd_engine.arrays.products"):
         products.use({})
 

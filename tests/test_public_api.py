@@ -26,7 +26,7 @@ def test_public_names_are_what_they_are_after_every_module_is_imported():
         assert is_module or callable(getattr(spmd_engine, name)), name
 
 
-LAZY = ["", ".checkpoints", ".engine", ".formats", ".layers", ".planning", ".sharding", ".strategies", ".training"]
+LAZY = ["", ".checkpoints", ".engine", ".layers", ".planning", ".sharding", ".strategies", ".training"]
 
 
 @pytest.mark.parametrize("package", LAZY)

@@ -14,7 +14,7 @@ from math import pi, prod
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from spmd_engine.arrays.factors import GELU_A, GELU_C, adamw_factors, halves, over_heads
+from spmd_engine.arrays.factors import GELU_A, GELU_C, OF_HALVES, adamw_factors, halves, over_heads
 from spmd_engine.arrays.flash_attention import FlashAttention
 
 
@@ -241,14 +241,6 @@ REDUCTIONS = {
 # kernels: matrix products, sums and maxima of rows. ``cuda_images`` has those of images.
 
 
-#: Functions that take 16-bit floats: activations, rotary positions and norms.
-_OF_HALVES = {
-    *("relu", "gelu", "silu_gate", "rotate"),
-    *(f"layer_norm{part}" for part in ("", "_backward", "_backward_parameters")),
-    *(f"rms_norm{part}" for part in ("", "_backward", "_backward_scale")),
-}
-
-
 class CudaFunctions:
     """Kernels for ``xp``, CuPy. CuPy compiles each for dtypes and a device when it is first launched."""
 
@@ -261,7 +253,7 @@ class CudaFunctions:
         self.flash_attention = None if os.environ.get("SPMD_FLASH_ATTENTION") == "0" else FlashAttention(xp)
 
     def takes(self, dtype, name=""):
-        return dtype.char in "fd" or (name in _OF_HALVES and dtype.itemsize == 2)
+        return dtype.char in "fd" or (name in OF_HALVES and dtype.itemsize == 2)
 
     def _sum_of(self, x):
         """The dtype of sums of ``x``, of which those of 16-bit floats are float32 here."""

@@ -5,6 +5,13 @@ from __future__ import annotations
 from math import pi, prod, sqrt
 from typing import Any
 
+#: Functions of which all kernels take 16-bit floats: activations, rotary positions and norms.
+OF_HALVES = {
+    *("relu", "gelu", "silu_gate", "rotate"),
+    *(f"layer_norm{part}" for part in ("", "_backward", "_backward_parameters")),
+    *(f"rms_norm{part}" for part in ("", "_backward", "_backward_scale")),
+}
+
 #: GELU is z / (1 + exp(-2u)) with u = GELU_C (z + GELU_A z^3).
 GELU_C = sqrt(2.0 / pi)
 GELU_A = 0.044715

@@ -79,7 +79,6 @@ def digest_of_engine(engine: ShardedEngine, optimizer: Optimizer | None = None) 
 def digest_of_checkpoint(checkpoint: Checkpoint) -> Digests:
     """The digests of all arrays in a checkpoint, read block by block with a check of the hashes."""
     digests = {}
-    assert checkpoint.manifest is not None
     for section in (MODEL, OPTIMIZER):
         for name, array in checkpoint.manifest.sections.get(section, {}).items():
             key, sums = f"{section}/{name}", np.zeros(chunks_of(array.shape), np.uint64)

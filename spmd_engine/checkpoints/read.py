@@ -53,7 +53,7 @@ class Checkpoint(Mapping):
     def __init__(self, path: str | os.PathLike, files: slice = slice(None)) -> None:
         """``files``: those of each section whose sizes are checked at once."""
         self.path = _find(path)
-        self.manifest: Manifest | None = None  #: None for a plain safetensors file
+        self.manifest = Manifest(0, {})  #: without sections for a plain safetensors file
         if os.path.isfile(self.path):
             self._arrays, self.metadata = _plain_file(self.path)
         else:
@@ -67,7 +67,6 @@ class Checkpoint(Mapping):
 
     def section(self, name: str) -> dict[str, Sliceable]:
         """The arrays of a section of the manifest, such as ``optimizer``, by name; none if there is no such section."""
-        assert self.manifest is not None
         arrays = self.manifest.sections.get(name, {})
         return {array_name: _sliceable(array_name, array, self.read_block) for array_name, array in arrays.items()}
 
@@ -173,7 +172,7 @@ def read_manifest(folder: Path, files: slice = slice(None)) -> Manifest:
         if path.stat().st_size > LARGEST:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes are no manifest of ours")
         with path.open("rb") as file:
-            manifest = Manifest.read(file, str(path))
+            manifest = Manifest.parse(file, str(path))
         if step_in_name(folder) not in (None, manifest.step):
             raise CheckpointError(
                 f"{folder} was renamed: it is the checkpoint of step {manifest.step}; give it its name back, or a run "
@@ -208,18 +207,17 @@ def load_checkpoint(
         checkpoint = on_all_ranks(group, lambda: Checkpoint(found, share), CheckpointError)
     else:
         checkpoint = Checkpoint(folder)
-    if engine.is_filled_in_place and checkpoint.manifest is not None:
+    if engine.is_filled_in_place and checkpoint.manifest.sections:
         _fill(checkpoint, engine, optimizer)
     else:
         _slice(checkpoint, engine, optimizer)
-    if checkpoint.manifest is not None:
+    if checkpoint.manifest.sections:
         _take_residues(checkpoint, engine)
     return dict(checkpoint.metadata)
 
 
 def _fill(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | None) -> None:
     """Fill the existing arrays of engine and optimizer. Collective over the world."""
-    assert checkpoint.manifest is not None
     sections, rank = checkpoint.manifest.sections, engine.group().rank
     stored, blocks = engine.placement(), {**engine.parameters, **engine.buffers}
     check_shapes(checkpoint, {name: placed.shape for name, placed in stored.items()})
@@ -242,7 +240,7 @@ def _fill(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | 
 
 def _slice(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | None) -> None:
     """Load by the engine's own ``load_checkpoint``: each rank reads only what it slices."""
-    state = dict(checkpoint.section(OPTIMIZER)) if checkpoint.manifest else {}
+    state = checkpoint.section(OPTIMIZER)
     masters = {key.removeprefix(MASTER + "/"): array for key, array in state.items() if key.startswith(MASTER + "/")}
     parameters = ChainMap(masters, checkpoint) if masters else checkpoint  # type: ignore[arg-type]
     engine.load_checkpoint(parameters)
@@ -268,7 +266,6 @@ def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
     """Load this rank's residues if they were saved on the same mesh; otherwise they start from zero. Collective."""
     if engine.residues is None:
         return
-    assert checkpoint.manifest is not None
     group, section = engine.group(), checkpoint.manifest.sections.get(RESIDUES)
     saved_on, mesh, residues = checkpoint.manifest.mesh, mesh_name(engine), {}
     if section is not None and saved_on == mesh:

@@ -18,7 +18,7 @@ from spmd_engine.checkpoints.hf.export import TensorToWrite, write_tensors
 from spmd_engine.checkpoints.hf.weights import as_it_is
 from spmd_engine.checkpoints.load_in_place import PartOfBlock, PartReader, read_file_header
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable
-from spmd_engine.checkpoints.save import FILE, assign_blocks, file_facts, files_of
+from spmd_engine.checkpoints.save import FILE, assign_blocks, files_of
 from spmd_engine.comm import Group
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_header import dtype_of, header
@@ -32,8 +32,13 @@ def export_checkpoint(
 
     The rest is as in ``write_tensors``.
     """
-    arrays = _arrays(checkpoint, section).items()
-    tensors = [TensorToWrite(name, array.dtype, array.shape, {name: as_it_is(array.shape)}) for name, array in arrays]
+    sections = checkpoint.manifest.sections
+    if section not in sections:
+        raise CheckpointError(f"{checkpoint.path} has no section {section!r}; it has: {', '.join(sections)}")
+    tensors = [
+        TensorToWrite(name, array.dtype, array.shape, {name: as_it_is(array.shape)})
+        for name, array in sections[section].items()
+    ]
     write_tensors(checkpoint.section(section), {Path(path): tensors}, group, partial(header, facts={"format": "np"}))
 
 
@@ -52,13 +57,16 @@ def reshard_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, files:
 
 
 def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path:
-    assert checkpoint.manifest is not None
     loads, sections = np.zeros(files, np.int64), {}
     unfinished = into.begin()
     try:
         for section, arrays in checkpoint.manifest.sections.items():
-            placement, readable = _replicate_on_all(arrays, files), checkpoint.section(section)
-            pieces = assign_blocks(placement, loads)
+            whole = {name: [(Rectangle.whole(array.shape),)] * files for name, array in arrays.items()}
+            placement = {
+                name: ArrayPlacement.of_rectangles(array.shape, dtype_of(array.dtype), whole[name])
+                for name, array in arrays.items()
+            }
+            pieces, readable = assign_blocks(Placement(placement), loads), checkpoint.section(section)
             shares = {}
             for number in range(files):
                 mine = [(name, piece) for name, of_array in pieces.items() for piece in of_array.of(number)]
@@ -68,8 +76,7 @@ def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path
             written = write_files(paths, {"step": str(checkpoint.manifest.step)})
             described = {name: (array.shape, array.dtype, pieces[name]) for name, array in arrays.items()}
             rows = np.zeros(files, FILE)
-            for number, file in zip(shares, written, strict=True):
-                rows[number] = file_facts(file)
+            rows[list(shares)] = written
             sections[section] = Section(section, described, files_of(rows))
         manifest = replace(checkpoint.manifest, sections=sections)
         return into.commit(unfinished, manifest.step, manifest.text(), keep=1 << 30)
@@ -80,7 +87,6 @@ def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path
 
 def problems(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a sentence for each fault of a checkpoint: reads every block and the header of every file."""
-    assert checkpoint.manifest is not None
     expected: dict[str, dict[str, tuple]] = {}
     for file in map(checkpoint.manifest.file, checkpoint.manifest.file_names()):
         expected[file.name] = {HASHES: ("U8", [file.blocks, HASH], file.end)} if file.hashes is None else {}
@@ -103,23 +109,5 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
             yield str(error)
 
 
-def _arrays(checkpoint: Checkpoint, section: str) -> Section:
-    assert checkpoint.manifest is not None
-    if section not in checkpoint.manifest.sections:
-        raise CheckpointError(
-            f"{checkpoint.path} has no section {section!r}; it has: {', '.join(checkpoint.manifest.sections)}"
-        )
-    return checkpoint.manifest.sections[section]
-
-
 def _source(name: str, array: Sliceable, piece: Rectangle) -> BlockToWrite:
     return BlockToWrite(block_name(name, piece, array.shape), piece.shape, array.dtype, lambda: array[piece.index])
-
-
-def _replicate_on_all(arrays: Section, ranks: int) -> Placement:
-    return Placement(
-        {
-            name: ArrayPlacement.of_rectangles(x.shape, dtype_of(x.dtype), [(Rectangle.whole(x.shape),)] * ranks)
-            for name, x in arrays.items()
-        }
-    )

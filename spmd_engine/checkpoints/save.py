@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -31,7 +30,7 @@ from spmd_engine.checkpoints.format.manifest import (
     Section,
     file_name,
 )
-from spmd_engine.checkpoints.format.write import BlockToWrite, WrittenFile, write_files
+from spmd_engine.checkpoints.format.write import BlockToWrite, write_files
 from spmd_engine.comm.agreement.rank_zero import gather_equal_json, gather_json, on_rank_zero, text_from_rank_zero
 from spmd_engine.engine import LayeredEngine, ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
@@ -153,7 +152,7 @@ class Save:
         self._config, self._facts, self._mesh = config, dict(facts or {}), mesh_name(engine)
         self._plans = [*write_plans(engine, optimizer), *residue_plans(engine)]
         self._into = Path(text_from_rank_zero(self._group, self._begin, CheckpointError))
-        self._written: dict[str, WrittenFile] = {}
+        self._written: dict[str, tuple[int, bytes]] = {}  # as in ``FILE``
         self._error = ""
         self._thread: Thread | None = None
         blocks = {plan.section: list(plan.to_write(self._group.rank)) for plan in self._plans}
@@ -190,7 +189,7 @@ class Save:
         mine["first"][0] = bool(self._error or any(dtypes.values()))
         for number, section in enumerate(plans, 1):
             if section in self._written:
-                mine[number] = file_facts(self._written[section])
+                mine[number] = self._written[section]
         rows = group.all_gather(mine.view(np.uint8), label="save").view(FILE).reshape(group.size, -1)
         more = gather_json(group, [self._error, dtypes], "save") if rows["first"][:, 0].any() else []
         failed = {rank: error for rank, (error, _) in enumerate(more) if error}
@@ -233,11 +232,6 @@ class Save:
         return Manifest(self.step, sections, self._facts, self._config, self._mesh)
 
 
-def file_facts(file: WrittenFile) -> tuple[int, bytes]:
-    """What the manifest says of a file, as in ``FILE``."""
-    return file.first, sha256(file.hashes).digest()
-
-
 def files_of(rows: np.ndarray) -> Files:
     """The files of a section, from ``rows`` of ranks, ``FILE[ranks]``; zeros are of a rank without one."""
     ranks = np.flatnonzero(rows["first"])
@@ -247,7 +241,7 @@ def files_of(rows: np.ndarray) -> Files:
 def assign_blocks(
     placement: Placement,
     loads: np.ndarray,
-    parts: dict[int, _Parts | Pieces] | None = None,
+    parts: dict[int, Parts] | None = None,
     *,
     block_bytes: int = BLOCK,
 ) -> dict[str, Pieces]:
@@ -262,46 +256,34 @@ def assign_blocks(
     for name, array in placement.items():
         if id(array) not in parts:
             parts[id(array)] = _parts_of(array, block_bytes // array.dtype.itemsize)
-        part = parts[id(array)]
-        if isinstance(part, _Parts):
-            nbytes, ranks, first = part.sizes * array.dtype.itemsize, [], 0
-            for count, size in zip(part.counts.tolist(), nbytes.tolist(), strict=True):
-                holders = part.holders[first : first + count]
+        pieces, replicas = parts[id(array)]
+        sizes = pieces.sizes * array.dtype.itemsize
+        if replicas:
+            ranks = []
+            for holders, size in zip(replicas, sizes.tolist(), strict=True):
                 ranks.append(rank := int(holders[loads[holders].argmin()]))  # the first of equals
                 loads[rank] += size
-                first += count
-            assigned[name] = Pieces(part.bounds, np.array(ranks, np.int64))
+            pieces = Pieces(pieces.bounds, np.array(ranks, np.int64))
         else:
-            np.add.at(loads, part.ranks, part.sizes * array.dtype.itemsize)
-            assigned[name] = part
+            np.add.at(loads, pieces.ranks, sizes)
+        assigned[name] = pieces
     return assigned
 
 
-@dataclass
-class _Parts:
-    """The pieces of an array with replicas."""
-
-    bounds: np.ndarray  #: int[pieces 2 dims]: start and stop
-    sizes: np.ndarray  #: int[pieces]: elements
-    holders: np.ndarray  #: the ranks that hold each piece, one piece after the other
-    counts: np.ndarray  #: int[pieces]: how many ranks these are
+Parts = tuple[Pieces, list[np.ndarray]]  #: the pieces of an array, and the ranks that hold each, if some have replicas
 
 
-def _parts_of(array: ArrayPlacement, elements: int) -> _Parts | Pieces:
-    """The pieces of an array, of about so many ``elements``, with the one rank, or with all, that hold each."""
+def _parts_of(array: ArrayPlacement, elements: int) -> Parts:
+    """The pieces of an array, of about so many ``elements``, each with the first rank that holds it; and replicas."""
     bounds, holders, counts = _owned(array)
-    sizes = (bounds[:, 1] - bounds[:, 0]).prod(axis=1)
-    if (sizes > elements).any():
-        ends = np.cumsum(counts)[:-1]
-        parts = [
-            (piece, ranks)
-            for (start, stop), ranks in zip(bounds.tolist(), np.split(holders, ends), strict=True)
-            for piece in pieces_of(Rectangle(tuple(start), tuple(stop)), elements)
-        ]
-        bounds = np.array([piece for piece, _ in parts], np.int64)
-        holders, counts = np.concatenate([ranks for _, ranks in parts]), np.array([len(ranks) for _, ranks in parts])
-        sizes = (bounds[:, 1] - bounds[:, 0]).prod(axis=1)
-    return Pieces(bounds, holders) if len(holders) == len(bounds) else _Parts(bounds, sizes, holders, counts)
+    if ((bounds[:, 1] - bounds[:, 0]).prod(axis=1) > elements).any():
+        divided = [list(pieces_of(Rectangle(*map(tuple, ends)), elements)) for ends in bounds.tolist()]
+        times = list(map(len, divided))
+        by_piece = zip(np.split(holders, np.cumsum(counts)[:-1]), times, strict=True)
+        holders = np.concatenate([np.tile(ranks, often) for ranks, often in by_piece])
+        bounds, counts = np.array([*chain(*divided)], np.int64), np.repeat(counts, times)
+    begins = np.cumsum(counts) - counts
+    return Pieces(bounds, holders[begins]), np.split(holders, begins[1:]) if len(holders) > len(bounds) else []
 
 
 def _owned(array: ArrayPlacement) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -333,7 +315,7 @@ def pieces_of(rectangle: Rectangle, elements: int) -> Iterator[Rectangle]:
 
 def write_plans(engine: ShardedEngine, optimizer: Optimizer | None) -> list[WritePlan]:
     """The parts of an engine and of its optimizer's state that each rank writes. Collective over the world."""
-    loads, parts = np.zeros(engine.group().size, np.int64), dict[int, _Parts | Pieces]()
+    loads, parts = np.zeros(engine.group().size, np.int64), dict[int, Parts]()
     stored, arrays = engine.placement(), {**engine.parameters, **engine.buffers}
     plans = [WritePlan(MODEL, stored, assign_blocks(stored, loads, parts), arrays.__getitem__)]
     if optimizer is not None:

@@ -133,9 +133,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> None:
+    command = INSTALLED if os.path.basename(sys.argv[0]) == INSTALLED else "python -m spmd_engine"  # for usage lines
     try:
         # As in cli.main, which would print an empty line on every interrupted rank.
-        with raise_interrupted(), cli.make_context(_program_name(), arguments) as context:
+        with raise_interrupted(), cli.make_context(command, arguments) as context:
             cli.invoke(context)
     except (SystemExit, click.exceptions.Exit) as leave:
         if isinstance(leave.__context__, BrokenPipeError):  # rich ends the program so
@@ -204,8 +205,3 @@ def _where_own_code_ended(leave: BaseException) -> str:
 
 
 _PACKAGE, _PYTHON, _CLICK = (os.path.dirname(str(module.__file__)) + os.sep for module in (spmd_engine, os, click))
-
-
-def _program_name() -> str:
-    """The command as the user wrote it, for usage lines."""
-    return INSTALLED if os.path.basename(sys.argv[0]) == INSTALLED else "python -m spmd_engine"

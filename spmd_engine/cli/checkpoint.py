@@ -219,6 +219,6 @@ def _export_for_others(
 def _open(path: str) -> tuple[Checkpoint, Manifest]:
     folder = run_folder(path)
     opened = Checkpoint(folder if os.path.exists(folder) else path)
-    if opened.manifest is None:
+    if not opened.manifest.sections:
         raise UsageError(f"{path} is a plain safetensors file; this is for checkpoints, which are folders")
     return opened, opened.manifest

@@ -21,7 +21,8 @@ from spmd_engine.engine import SGD, AdamW, ModelConfig, ParallelConfig, ShardedE
 from spmd_engine.engine.distributed import check_mesh
 from spmd_engine.engine.helpers import follow_orders
 from spmd_engine.errors import UsageError
-from spmd_engine.formats import MappedArray, npz_names, read_npz
+from spmd_engine.formats.array_files import npz_names, read_npz
+from spmd_engine.formats.tensor import MappedArray
 from spmd_engine.models.user_code import code_named, is_code
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE

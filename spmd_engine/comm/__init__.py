@@ -8,8 +8,8 @@ The path of a blocking ``mesh.all_reduce(x)`` through the files:
 2. ``pending``: advances all operations of this rank until this one is done.
 3. ``calls``: the ``steps`` of all collectives. ``collectives`` implements the parts that differ: an operation's
    signature, the arrays that ranks offer, how data move, and the result.
-4. ``agreement.call_agreement``: all ranks agree on the call, on one node in the slot table, between nodes in log2(n)
-   rounds of messages, which also carry small arrays.
+4. ``agreement.call_agreement``: all ranks agree on the call, on one node in the slot table, between nodes in a tree
+   of messages, which also carry small arrays.
 5. ``dispatch``: ``choose`` gives the transport, a pure function of facts that all ranks now know.
 6. ``transports``: one file for each moves the data; ``rounds`` has the schedule of messages between nodes,
    ``shared_memory.slot_table`` implements a node's exchange.

@@ -15,14 +15,15 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, CudaBackend, backend_of
-from spmd_engine.comm.agreement.call_agreement import Agreed
+from spmd_engine.comm.agreement.call_agreement import Agreed, Inline
 from spmd_engine.comm.agreement.signature import NumberedCall, Signature, Signatures
+from spmd_engine.comm.blocks import spans
 from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.nccl_ranks import QueuedCall
 from spmd_engine.comm.pending import Queued, Steps
-from spmd_engine.comm.rounds import Payload
 from spmd_engine.comm.shared_memory.slot_table import Entries
+from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.nccl import NcclTransport
 from spmd_engine.comm.transports.shared_memory import readable
 from spmd_engine.comm.transports.transport import Transport
@@ -145,19 +146,24 @@ class Collective(PreparedCall, ABC):
     def move(self, transport: Transport, x: Array, result: Array, lengths: Sequence[int] | None) -> Steps:
         """Move data until ``result`` is the result for contiguous ``x``; ``lengths``: of the blocks of all ranks."""
 
-    def reduction(self, routing: Routing, blocks: Sequence[Any]) -> Payload | None:
-        """The payload of the agreement between nodes, which reduces arrays on the way; None: it does not.
+    @abstractmethod
+    def between_nodes(self, routing: Routing) -> Inline:
+        """How small arrays travel with the agreement between nodes."""
 
-        ``blocks``: arrays of this node's ranks, which have made the same call, or of this rank.
-        """
+    def places_between_nodes(self, routing: Routing, itemsize: int) -> Sequence[slice]:
+        """The places of parts for the ranks that exchange messages, joined, with so many bytes an element."""
+        parts = [self.places[rank] for rank in routing.senders]
+        return spans([(part.stop - part.start) * itemsize for part in parts])
 
     def gathers(self, routing: Routing) -> bool:
-        """Whether ranks gather parts after such a reduction."""
+        """Whether only a part of the result comes so, and the node's ranks then gather their parts."""
         return False
 
-    def complete(self, routing: Routing, payload: Payload, transport: Transport | None, result: Array) -> Steps:
-        """Fill flat ``result`` from the complete ``payload``."""
-        raise NotImplementedError
+    def answered(self, routing: Routing, answer: np.ndarray, out: Array | None) -> Array:
+        """The result, in ``out`` if given, of what this rank has got by then."""
+        result = np.empty(self.shape, self.dtype) if out is None else out
+        result.reshape(-1)[...] = answer
+        return result
 
     def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
         """Lengths of the blocks that the call joins; None if all ranks make the same call.
@@ -185,8 +191,8 @@ class Collective(PreparedCall, ABC):
             nccl.check()
             target = target if target is not None else home.empty(self.shape, x.dtype)
             ready = nccl.backend.record()  # from now on these arrays may be read and written
-        reduction = partial(self.reduction, routing)
-        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, *offer, reduction)
+        inline = self.between_nodes(routing) if self.signature.inline and not routing.one_node else None
+        agreed = yield from routing.agreement.reach(self.signature, self.expected, number, *offer, inline)
         if agreed.signatures is not self.expected:
             self.expect(agreed.entries)
         if agreed.signatures is None or self.settled is None:
@@ -197,15 +203,19 @@ class Collective(PreparedCall, ABC):
         lengths, shape, size = self.settled
         if target is not None and target.shape != shape:  # this rank must still send the others their parts
             target = None
-        gathers = agreed.payload is None or self.gathers(routing)
-        transport = self.transport(routing, number, agreed, size) if gathers else None
+        gathers = self.gathers(routing)
+        transport = self.transport(routing, number, agreed._replace(answer=None) if gathers else agreed, size)
         if not (on_host or isinstance(transport, NcclTransport) or routing.is_for_messages(local)):
             # other ranks have theirs on the host
             offer, target = Offer((yield from routing.staged(local))), None
-        if agreed.payload is not None:
-            result = offer.result if offer.result is not None else target
-            result = result if result is not None else np.empty(shape, local.dtype)
-            yield from self.complete(routing, agreed.payload, transport, result.reshape(-1))
+        if agreed.answer is not None:
+            answer = agreed.answer.copy().view(self.dtype)
+            if isinstance(transport, Hierarchical):
+                result = offer.result if offer.result is not None else target
+                result = result if result is not None else np.empty(shape, local.dtype)
+                yield from transport.gather_lanes(answer, result.reshape(-1), self.places)
+            else:
+                result = self.answered(routing, answer, target)
         elif transport is None or (self.one_phase and transport.blocks):
             blocks = agreed.blocks if transport is None else transport.blocks
             result = self.finish(agreed.signatures, blocks, target)

@@ -14,14 +14,13 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend, CudaBackend, backend_of
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.arrays.precision import accumulated_in, is_half
-from spmd_engine.comm.agreement.call_agreement import Agreed
+from spmd_engine.comm.agreement.call_agreement import Agreed, Inline
 from spmd_engine.comm.agreement.signature import Signature, Signatures, number_of
-from spmd_engine.comm.blocks import Reducer, joined, merged, reducer, reducible, span, spans
+from spmd_engine.comm.blocks import Reducer, joined, reducer, reducible, span, spans
 from spmd_engine.comm.calls import Collective, Offer, PreparedCall, Shape, copied
-from spmd_engine.comm.dispatch import Routing, parts_on_the_way
+from spmd_engine.comm.dispatch import Routing
 from spmd_engine.comm.pending import Queued, Steps
-from spmd_engine.comm.rounds import Payload, WholeSum, reduce_rounds
-from spmd_engine.comm.shared_memory.cross_memory import flat, to_array
+from spmd_engine.comm.shared_memory.cross_memory import flat
 from spmd_engine.comm.transports.nccl import NcclTransport
 from spmd_engine.comm.transports.shared_memory import (
     keeps_apart,
@@ -77,7 +76,9 @@ class BroadcastCall(PreparedCall):
             return Queued(data, home, (yield from transport.nccl.queue(self.queued(routing, number), move)))
         if root_array is not None and not routing.is_for_messages(root_array):  # others want the result on the host
             root_array = yield from routing.staged(root_array)
-        if transport is None or transport.blocks:
+        if transport is None and agreed.answer is not None:
+            data = agreed.answer.copy().view(dtype).reshape(shape)
+        elif transport is None or transport.blocks:
             data = self.finish(None, agreed.blocks if transport is None else transport.blocks, None)
         else:
             backend = home if routing.connections.device_aware and not agreed.host else CPU
@@ -99,38 +100,39 @@ class Reducing(Collective):
 
     reduce: Reducer
 
-    def reduction(self, routing: Routing, blocks: Sequence[Any]) -> Payload | None:
-        """The sums of this node's ranks, of the whole array or of the parts of this rank's lane."""
-        count, senders, wide = self._parts_on_the_way(routing), routing.connections.senders, accumulated_in(self.dtype)
-        if count == 0:
-            return None
-        parts = [slice(0, blocks[0].size)] if count == 1 else [self.places[senders.outer(r)] for r in range(count)]
-        lengths, slices = [part.stop - part.start for part in parts], merged(parts)
-        sums, combined = np.empty(sum(lengths), wide), self.signature.reduction
-        combined = "sum" if combined == "mean" else combined
-        for part, place in zip(slices, spans([part.stop - part.start for part in slices]), strict=True):
-            pieces = [flat(block)[part] for block in blocks]
-            if len(pieces) == 1:
-                sums[place] = to_array(pieces[0])
-            else:
-                reduce_in_pieces([sums[place]], pieces, reducer(combined, self.dtype, np))
-        combine = reducer(combined, wide, np)
-        if count == 1:
-            return WholeSum(sums, senders.rank, senders.size, combine)
-        return Payload(sums, spans(lengths), reduce_rounds(senders.rank, senders.size), combine, senders.rank)
+    def between_nodes(self, routing: Routing) -> Inline:
+        """Sums of consecutive ranks, or all arrays, if sums must have rank order."""
+        wide, mean = accumulated_in(self.dtype), self.signature.reduction == "mean"
+        reduce = reducer("sum" if mean else self.signature.reduction, wide, np)
 
-    def _parts_on_the_way(self, routing: Routing) -> int:
-        size = prod(self.signature.array_type[0]) * accumulated_in(self.dtype).itemsize
-        senders, tuning = routing.connections.senders.size, routing.connections.tuning
-        return parts_on_the_way(self.signature.operation, size, senders, routing.in_rank_order, tuning)
+        def total(arrays: Sequence[np.ndarray]) -> np.ndarray:
+            if len(arrays) == 1 or len(set(map(np.size, arrays))) > 1:  # not all of them were sent inline
+                return arrays[0]
+            sums = np.empty_like(arrays[0])
+            reduce(sums, arrays)
+            return sums
 
-    def complete(self, routing: Routing, payload: Payload, transport: Transport | None, result: Array) -> Steps:
-        total = payload.x[payload.mine]
-        if self.signature.reduction == "mean":
-            total /= total.dtype.type(self.ranks)
-        result[self.places[self.rank] if transport is not None else ...] = total
-        if transport is not None:
-            yield from transport.all_gather(result, self.places)
+        def combine(rows: list[np.ndarray]) -> np.ndarray:
+            return total([row.view(wide) for row in rows]).view(np.uint8)
+
+        def answer(rows: np.ndarray) -> np.ndarray:
+            arrays = rows.view(wide)
+            if routing.in_rank_order:
+                arrays = total(list(routing.by_rank(arrays.reshape(self.ranks, -1))))
+            return (arrays / wide.type(self.ranks) if mean else arrays).astype(self.dtype).view(np.uint8)
+
+        def part(block: Any, rank: int) -> np.ndarray:
+            return joined([flat(block)[each] for each in self.sent_between_nodes(routing, rank)], 0, self.dtype)
+
+        splits = len(routing.senders) > 2 and self.parts
+        places = self.places_between_nodes(routing, self.dtype.itemsize) if splits else None
+        length = sum([each.stop - each.start for each in self.sent_between_nodes(routing, self.rank)])
+        size = length * wide.itemsize * (self.ranks if routing.in_rank_order else 1)
+        return Inline(wide, size, np.concatenate if routing.in_rank_order else combine, answer, places, part=part)
+
+    @abstractmethod
+    def sent_between_nodes(self, routing: Routing, rank: int) -> list[slice]:
+        """The parts of a flat array that travel with the agreement: see ``Inline.part``."""
 
     def finish(self, signatures: Signatures | None, blocks: Sequence[Any], out: Array | None) -> Array:
         """``out`` may be one of the blocks; otherwise it must not overlap any."""
@@ -159,13 +161,23 @@ class AllReduceCall(Reducing):
         return cls.prepare(group, "all_reduce", operand, label, {"reduction": op}, **fields)
 
     def gathers(self, routing: Routing) -> bool:
-        return self._parts_on_the_way(routing) > 1
+        lanes, wide = routing.connections.lanes, accumulated_in(self.dtype)
+        if lanes is None or not self.signature.inline:
+            return False
+        tuning, size = routing.connections.tuning, self.payload // self.dtype.itemsize * wide.itemsize
+        return self.payload >= tuning.hierarchical and size > tuning.inline_between(lanes.lane.size, lanes.local.size)
+
+    def sent_between_nodes(self, routing: Routing, rank: int) -> list[slice]:
+        if not self.gathers(routing):
+            return [slice(0, prod(self.shape))]
+        lane = [self.places[r] for r in routing.senders]  # adjacent
+        return [slice(lane[0].start, lane[-1].stop)]
 
     def offer(self, routing: Routing, local: Array, target: Array | None) -> Offer:
         if target is not None and target is not local and not keeps_apart(target, local, (...,)):
             local = local.copy()
         node_table = routing.connections.node_table
-        if self.signature.inline and not routing.one_node and node_table is not None and self.gathers(routing):
+        if node_table is not None and self.gathers(routing):
             return Offer(local, None, readable_result(node_table, local, target))
         table = routing.table_to_offer(self.signature, local, local.nbytes)
         if table is None:
@@ -198,10 +210,13 @@ class ReduceScatterCall(Reducing):
 
     def offer(self, routing: Routing, local: Array, target: Array | None) -> Offer:
         local = local if target is None or keeps_apart(target, local, self.parts[self.rank]) else local.copy()
-        if routing.one_node or (self.signature.inline and not self._parts_on_the_way(routing)):
+        if routing.one_node:
             return Offer(local, self.readable(routing, local))
         offered = self.packed(local)
         return Offer(offered, self.readable(routing, offered))
+
+    def sent_between_nodes(self, routing: Routing, rank: int) -> list[slice]:
+        return [self.places[r] for r in (routing.senders if len(routing.senders) > 2 else [rank])]
 
     def move(self, transport: Transport, x: Array, result: Array, lengths: Sequence[int] | None) -> Steps:
         reduction = self.signature.reduction
@@ -286,6 +301,13 @@ class AllGatherCall(Joining):
         copied(local, result[spans(lengths)[self.rank]])
         return Offer(local, None, result)
 
+    def between_nodes(self, routing: Routing) -> Inline:
+        return Inline(self.dtype, self.ranks * self.payload, keeps=True)
+
+    def answered(self, routing: Routing, answer: np.ndarray, out: Array | None) -> Array:
+        shape = self.signature.array_type[0]
+        return self.finish(None, list(routing.by_rank(answer.reshape(self.ranks, *shape))), out)
+
     def fill(self, transport: Transport, x: Array, packed: Array, places: list[slice]) -> Steps:
         copied(x.reshape(-1), packed[places[self.rank]])
         return transport.all_gather(packed, places)
@@ -330,6 +352,24 @@ class AllToAllCall(Joining):
 
     def offer(self, routing: Routing, local: Array, target: Array | None) -> Offer:
         return Offer(local, self.readable(routing, local) if routing.one_node else None)
+
+    def between_nodes(self, routing: Routing) -> Inline:
+        ranks, (shape, dtype) = routing.senders, self.signature.array_type
+        if len(ranks) == 2:
+            return Inline(dtype, prod(self.shape) * dtype.itemsize, part=lambda block, rank: block[self.parts[rank]])
+
+        def answer(rows: np.ndarray) -> np.ndarray:
+            blocks = rows.view(dtype).reshape(self.ranks, *shape)
+            return joined([blocks[:, *self.parts[r]].reshape(-1) for r in ranks], 0, dtype).view(np.uint8)
+
+        places = self.places_between_nodes(routing, self.ranks * dtype.itemsize)
+        return Inline(dtype, self.ranks * self.payload, answer=answer, places=places)
+
+    def answered(self, routing: Routing, answer: np.ndarray, out: Array | None) -> Array:
+        axis = self.signature.concat_axis
+        blocks = answer.reshape(self.ranks, *self.shape[:axis], self.even[self.rank], *self.shape[axis + 1 :])
+        out = np.empty(self.shape, self.dtype) if out is None else out
+        return joined(list(routing.by_rank(blocks)), axis, self.dtype, out)
 
     def fill(self, transport: Transport, x: Array, packed: Array, places: list[slice]) -> Steps:
         sent = self.packed(x)

@@ -14,6 +14,7 @@ from itertools import count
 import numpy as np
 
 from spmd_engine.arrays.backend import CudaBackend
+from spmd_engine.comm.agreement.tree import edges
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.communicators.communicator import Communicator, MessagePart, Ranks
 from spmd_engine.comm.nccl_ranks import NcclRanks
@@ -26,14 +27,12 @@ from spmd_engine.comm.shared_memory.slot_table import SlotTable
 class Tuning:
     """Thresholds in bytes, unless stated otherwise. They must be equal on all ranks, as transports follow from them."""
 
-    #: Largest payload that travels inline between nodes, so that a call is one exchange: of all ranks together, or, in
-    #: a reduction, of each. A receiver allocates so many bytes in each round.
+    #: Bytes that travel with the agreement between nodes, of all ranks together, or from rank 0 to its children.
     with_agreement: int = 1 << 17
-    #: The same for payloads of which a node needs a part alone, or sends several copies.
+    #: The same of an array, where each of a node's ranks sends it.
     repeated_with_agreement: int = 1 << 14
-    #: Largest array that is reduced as a whole on the way: it takes half the messages, but log2(n) times the bytes, or
-    #: more, if n is no power of two.
-    reduced_whole: int = 1 << 11
+    #: Largest part for each rank in an all_to_all that does: rank 0 and other parents forward what is not theirs.
+    forwarded: int = 1 << 9
     #: Largest payload of a node's ranks together that every rank reduces completely. Above it each rank reduces a part,
     #: which takes one more phase.
     reduced_by_all: int = 1 << 19
@@ -43,9 +42,15 @@ class Tuning:
     #: Smallest array, unsharded, that takes the hierarchical transport.
     hierarchical: int = 1 << 11
     #: Bytes from each rank to each other rank from which they are sent to all at once; fewer take log2(n) rounds.
-    at_once: int = 1 << 12
+    at_once: int = 1 << 13
     #: Bytes of each rank's block that a rank receives before it reduces them. Bounds the memory of a reduction.
     piece: int = 4 << 20
+
+    def inline_between(self, senders: int, local: int = 1) -> int:
+        """The most bytes of an array that each of so many ranks sends with the agreement between nodes; ``local``: the
+        number of ranks on each node that send the same."""
+        limit = self.with_agreement // max(1, len(edges(0, senders)[1]))
+        return limit if local == 1 else min(limit, self.repeated_with_agreement) // local
 
 
 def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:

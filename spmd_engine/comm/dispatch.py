@@ -44,7 +44,7 @@ TRANSPORTS: Sequence[type[Transport]] = (
 
 def choose(call: Signature, facts: Facts) -> type[Transport] | None:
     """The transport of a call's data; None: they have travelled inline, with the agreement, which on one node is the
-    slot table in shared memory. (A reduced part of an array may still have to be gathered.)"""
+    slot table in shared memory, between nodes a tree of messages."""
     if facts.inline and facts.host:
         return None
     return next(transport for transport in TRANSPORTS if transport.suits(call, facts))
@@ -60,25 +60,12 @@ def inline_between_nodes(operation: str, ranks: int, senders: int, in_rank_order
 
     ``senders``: the number of ranks that exchange messages, of all, or of each lane.
     """
-    if operation == "broadcast":  # the root's node sends the array in each lane and round
-        return tuning.with_agreement // (2 * (ranks // senders) * max(1, (senders - 1).bit_length()))
-    if operation in REDUCTIONS and not in_rank_order:
-        return tuning.with_agreement
-    once = operation == "all_gather" and senders == ranks
-    return (tuning.with_agreement if once else tuning.repeated_with_agreement) // ranks
-
-
-def parts_on_the_way(operation: str, size: int, senders: int, in_rank_order: bool, tuning: Tuning) -> int:
-    """The number of parts in which an array, inline between nodes, is reduced on the way: one for each of the
-    ``senders``, which exchange messages, or 1, which takes half the messages; 0: ranks exchange all arrays.
-
-    ``size``: bytes in the dtype of sums.
-    """
-    if operation not in REDUCTIONS or in_rank_order:
-        return 0
-    exchanged = size * (senders // (senders & -senders))  # bytes of the arrays that ``WholeSum`` exchanges
-    is_small = size <= tuning.reduced_whole and exchanged <= max(size, tuning.repeated_with_agreement)
-    return 1 if operation == "all_reduce" and is_small else senders
+    limit = tuning.inline_between(senders, 1 if operation in REDUCTIONS else ranks // senders)
+    if operation == "all_to_all" and senders > 2:
+        limit = min(limit, tuning.forwarded * ranks)
+    if operation == "all_to_all" or (operation in REDUCTIONS and in_rank_order):
+        limit = min(limit, tuning.with_agreement // ranks)
+    return limit // ranks if operation == "all_gather" else limit
 
 
 class Routing:
@@ -138,7 +125,7 @@ class Routing:
             one_node=self.one_node,
             even_nodes=connections.lanes is not None,
             lengths_known=agreed.alike or agreed.sizes_known,
-            inline=bool(agreed.blocks),
+            inline=bool(agreed.blocks) or agreed.answer is not None,
             readable=entries is not None and entries.readable,
             host=agreed.host,
             nccl=connections.nccl is not None and agreed.device,
@@ -149,6 +136,17 @@ class Routing:
         if kind is None:
             return None
         return AgreedCall(signature, number, facts, self.comm, connections, TRANSPORTS, entries).by(kind)
+
+    @property
+    def senders(self) -> list[int]:
+        """The ranks that exchange messages with this one in an agreement, and this one."""
+        senders = self.connections.senders
+        return [senders.outer(rank) for rank in range(senders.size)]
+
+    def by_rank(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of all ranks, which have come inline between nodes, in rank order."""
+        lanes = self.connections.lanes
+        return rows if lanes is None else rows[np.argsort(np.ravel(lanes.nodes))]
 
     def queued(self, number: int, what: str, where: tuple[str, str, str]) -> QueuedCall:
         """A call whose transfers NCCL queues; ``what``: its name and arguments; ``where``: operation, axes, label."""

@@ -65,11 +65,11 @@ class Group:
 
     Reductions have a fixed order, so results are equal on all ranks. Within a node it is rank order. On several nodes
     with equally many ranks, each node reduces its arrays first; then those of the nodes are reduced in the order of
-    ``rounds``, or, if they are large, of the nodes' first ranks.
+    ``agreement.tree``, of ``rounds`` if they are larger, or, if they are large, of the nodes' first ranks.
 
     ``comm``: the ranks. ``axes``: the mesh axes of the group. ``check``: compare the calls of all ranks before data
     move. ``timeout``: seconds that a rank waits for others before it raises CommunicationTimeout (None: no limit).
-    ``deterministic``: make no sums in the order of ``rounds``.
+    ``deterministic``: make all sums between nodes in the order of these.
     """
 
     def __init__(

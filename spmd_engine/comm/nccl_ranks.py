@@ -14,8 +14,11 @@ from itertools import count
 from threading import Thread, get_ident
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from spmd_engine.arrays.backend import Array, CudaBackend
-from spmd_engine.comm.agreement.signature import Signature, disseminate
+from spmd_engine.comm.agreement.signature import Signature
+from spmd_engine.comm.agreement.tree import agree
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.exchange import EXPLANATION, tag
 from spmd_engine.comm.pending import CallOrder, Condition, Operation, Steps
@@ -99,8 +102,8 @@ class NcclRanks:
         """NCCL's id of these ranks, from the first of them to all, in call ``number``."""
         row = self.library.get_unique_id() if self.comm.rank == 0 else b""
         words, phase = Signature("barrier").words, tag(number, EXPLANATION)  # free, as the ranks have agreed
-        _, (key,), _ = yield from disseminate(self.comm, words, row, phase, copies=True)
-        return bytes(key)
+        _, key = yield from agree(self.comm, words, np.frombuffer(row, np.uint8), phase)
+        return key.tobytes()
 
     def connect(self, key: bytes) -> Steps:
         """Create NCCL's communicator and its stream. Collective.

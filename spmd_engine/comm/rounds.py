@@ -1,12 +1,11 @@
 """The schedule by which ranks exchange parts of an array in log2(n) rounds of messages.
 
 In each round a rank sends to the rank at some distance after it, and receives from the one as far before it. Distances
-are powers of two, so it works for any number of ranks, and each rank sends and receives each part once:
+are powers of two, so it works for any number of ranks, and each rank receives each part once:
 
     reduce_scatter  largest distance first: a rank sends the sums, so far, of the parts of the ranks that follow
     all_gather      its adjoint: the same messages in the reverse order and direction, copied instead of added
-    broadcast       the messages of a reduce_scatter that carry data of the root, copied; then an all_gather
-    agreement       the maximum of all ranks' words, with these rounds as its payload: see ``signature.disseminate``
+    broadcast       largest distance first: each rank that has the whole array sends it on
 
 (Bruck et al.: Efficient algorithms for all-to-all communications, 1997; Träff: Optimal, non-pipelined reduce-scatter
 and allreduce algorithms, 2024.) If the number of ranks is a power of two, a part is summed in the same order at any
@@ -53,17 +52,14 @@ def gather_rounds(rank: int, ranks: int) -> list[Round]:
     return [Round(-distance, received, sent) for distance, sent, received in reversed(reduce_rounds(rank, ranks))]
 
 
-def scatter_rounds(rank: int, ranks: int, root: int) -> list[Round]:
-    """After these rounds a rank has its own part; before them, the root has all."""
-    offset, rounds = (rank - root) % ranks, []
-    for distance in distances(ranks):
-        after, sent, received = offset % (2 * distance), range(0), range(0)
-        if after == 0:
-            sent = range(distance, distance + max(0, min(distance, ranks - offset - distance)))
-        elif after == distance:
-            received = range(min(distance, ranks - offset))
-        rounds.append(Round(distance, *([(rank + i) % ranks for i in each] for each in (sent, received))))
-    return rounds
+def broadcast_rounds(rank: int, ranks: int, root: int) -> list[Round]:
+    """After these rounds all ranks have part 0, which is the whole array; before them, the root."""
+    offset = (rank - root) % ranks
+
+    def part(distance: int, after: int) -> range:
+        return range(offset % (2 * distance) == after and offset - after + distance < ranks)
+
+    return [Round(distance, part(distance, 0), part(distance, distance)) for distance in distances(ranks)]
 
 
 class Payload:
@@ -75,10 +71,8 @@ class Payload:
         parts: Sequence[slice],
         rounds: Sequence[Round],
         combine: Reducer | None = None,
-        mine: int = 0,
     ) -> None:
         self.x, self.parts, self.rounds, self._combine = x, parts, rounds, combine
-        self.mine = parts[mine]  #: the part that is complete at the end
 
     def outgoing(self, index: int) -> np.ndarray:
         """The message of a round."""
@@ -92,40 +86,12 @@ class Payload:
 
     def take(self, index: int, message: np.ndarray) -> None:
         """Put what has arrived in its place."""
-        self._put(index, message, self._combine)
-
-    def _put(self, index: int, message: np.ndarray, combine: Reducer | None) -> None:
         slices = merged([self.parts[i] for i in self.rounds[index].received])
         for part, place in zip(slices, spans([part.stop - part.start for part in slices]), strict=True):
-            if combine is None:
+            if self._combine is None:
                 self.x[part] = message[place]
             else:
-                combine(self.x[part], [self.x[part], message[place]])
-
-
-class WholeSum(Payload):
-    """Flat ``x``, summed as a whole over 2^k m ranks: first the m ranks that are 2^k apart exchange their arrays, which
-    each adds in rank order; then their sums are added, those of ranks that are 2^(k-1) apart first."""
-
-    def __init__(self, x: np.ndarray, rank: int, ranks: int, combine: Reducer) -> None:
-        apart = ranks & -ranks
-        count, mine = ranks // apart, rank // apart
-        rounds = []
-        for distance in distances(count):
-            offsets = range(0, count - distance, 2 * distance)
-            sent, received = ([(mine - first - i) % count for i in offsets] for first in (0, distance))
-            rounds.append(Round(distance * apart, sent, received))
-        self._arrays, self._exchanges = spans([x.size] * count), len(rounds)
-        rounds += [Round(distance, [count], [count]) for distance in distances(apart)]
-        total = slice(x.size * count, x.size * (count + 1)) if count > 1 else self._arrays[0]
-        space = np.empty(total.stop, x.dtype)
-        space[self._arrays[mine]] = x
-        super().__init__(space, [*self._arrays, total], rounds, combine, count)
-
-    def take(self, index: int, message: np.ndarray) -> None:
-        self._put(index, message, None if index < self._exchanges else self._combine)
-        if index == self._exchanges - 1 and self._combine is not None:
-            self._combine(self.x[self.mine], [self.x[array] for array in self._arrays])
+                self._combine(self.x[part], [self.x[part], message[place]])
 
 
 def shift(ranks: Ranks, message: np.ndarray, incoming: np.ndarray, distance: int, tag: int) -> Requests:

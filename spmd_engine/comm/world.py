@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Union
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
-from spmd_engine.comm.agreement.signature import gather_texts
+from spmd_engine.comm.agreement.tree import gather_texts
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.communicators.threads import ThreadCommunicator, ThreadPort, current_thread_communicator, solo
 from spmd_engine.comm.group import Group
@@ -104,7 +104,7 @@ def _start_watchdog(comm: MPICommunicator) -> None:
         other_nodes = OtherNodes(messages, comm.size, list(records))
     activity = comm.progress.activity
     activity.records = [Record(rank, memory) for rank, memory in records.items()]
-    comm.stop_watching = Watchdog(activity, activity.records, comm.rank, comm.size, other_nodes).stop
+    comm.stop_watching = Watchdog(activity, comm.rank, comm.size, other_nodes).stop
     atexit.register(comm.stop_watching)
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmd_engine.arguments import bound
+from spmd_engine.arguments import bound, checked
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.blocks import span
 from spmd_engine.comm.notation import Spec
-from spmd_engine.errors import UsageError, check_argument, described
+from spmd_engine.errors import UsageError, described
 from spmd_engine.layers.layer import Documents
 
 if TYPE_CHECKING:
@@ -109,13 +109,12 @@ def check_batch(size: int, micro_batches: int, inputs: Spec, mesh: MeshPosition)
             )
 
 
+@checked()
 def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches: int = 1, step: int = 0) -> Batch:
     """A Batch from whole arrays that every rank has; each takes its part. Raises UsageError if inputs or targets are no
     arrays, or differ in their numbers of rows."""
     if isinstance(engine, type) or not hasattr(engine, "batch_span"):
         raise UsageError(f"batch_of: engine is {described(engine)}; give a ShardedEngine")
-    for name, number in (("micro_batches", micro_batches), ("step", step)):
-        check_argument(f"batch_of: {name}", number, SupportsIndex, "a number")
     for name, array in (("inputs", inputs), ("targets", targets)):
         if not getattr(array, "shape", None):
             raise UsageError(f"batch_of: {name} is a {type(array).__name__}; give an array, by numpy.asarray({name})")

@@ -13,7 +13,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import widened
 from spmd_engine.comm.agreement.rank_zero import waits_outside
 from spmd_engine.comm.notation import nested_span
-from spmd_engine.errors import RankAborted, SpmdError, UsageError, check_argument, described
+from spmd_engine.errors import RankAborted, SpmdError, UsageError, described
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.layers.layer import ForwardContext
 
@@ -37,7 +37,8 @@ def serve(engine: ShardedEngine, inputs: Any, outputs: Any) -> None:
     """
     engine.check_declared()
     if engine.device_id == 0:
-        check_argument("inference_loop: input_stream", inputs, Iterable, "an iterable of whole inputs")
+        if not isinstance(inputs, Iterable):
+            raise UsageError(f"inference_loop: input_stream is {described(inputs)}; give an iterable of whole inputs")
         if not hasattr(outputs, "write"):
             raise UsageError(f"inference_loop: output_stream is {described(outputs)}; give one with write(array)")
     zero = engine.group().lowest

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import MOST_BYTES, SURROGATE, bounded, distinct, parse_json, reading, reason
+from spmd_engine.foreign import MOST_BYTES, SURROGATE, bounded, check_link, distinct, parse_json, reading, reason
 from spmd_engine.importing import library
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,8 @@ class Document(NamedTuple):
 def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
     """The files at ``paths`` and in folders there, sorted, with their sizes; without hidden and compiled files.
 
-    Raises UsageError for a path that does not exist, and for an empty file of a format with a header.
+    Raises UsageError for a path that does not exist, a link to a folder or to no file, and an empty file of a format
+    with a header.
     """
     files = []
     for path in map(Path, paths):
@@ -107,6 +108,8 @@ def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
             raise UsageError(f"{path}: no such file or folder")
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
             hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
+            if not hidden:
+                check_link(file)
             if file.is_file() and not hidden:
                 files.append((str(file), size := file.stat().st_size))
                 if not size and (file.suffix.lower() in _UNPACK or format_name(file.name) == PARQUET):

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd_engine.adaptive.joining import Entrance, JoinRequest, facts_of, runs
 from spmd_engine.adaptive.monitor import CrossingLog
@@ -28,7 +28,6 @@ from spmd_engine.engine import ModelConfig
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.reshape import ShapeRequest
 from spmd_engine.errors import UsageError, counted
-from spmd_engine.formats.token_file import TokenFile
 from spmd_engine.jobs.resolve import resolve, with_shape_of_weights
 from spmd_engine.models.names import short_name
 from spmd_engine.planning.dry_run.first_step_check import first_step_check
@@ -42,6 +41,9 @@ from spmd_engine.training.run import CONFIG, Run
 from spmd_engine.training.run_folder import is_model, read_run, run_folder
 from spmd_engine.training.train_config import AdaptConfig, CorpusFacts, StepConfig, TrainConfig
 from spmd_engine.training.workload import Workload, make_trainer, open_workload, rate_of
+
+if TYPE_CHECKING:
+    from spmd_engine.formats.token_file import TokenFile
 
 PROMPT = "def "  #: the beginning of a sample
 TEMPERATURE = 0.8  #: temperature of samples

@@ -64,7 +64,9 @@ class Scale(Layer):
 
 
 class Chain(Layer):
-    """y = last(... second(first(x))); the names of parameters and buffers begin with that of their layer
+    """y = last(... second(first(x))), plus x if it ``adds_input``
+
+    The names of parameters and buffers begin with that of their layer.
 
     While an input gradient is under way, the weight gradients of later layers are computed.
 
@@ -72,6 +74,8 @@ class Chain(Layer):
     and tied parameters, which are not passed on. (Subclasses may have one layer with side outputs. Its name is "", and
     its parameters, buffers and side outputs keep their names.)
     """
+
+    adds_input = False
 
     def __init__(self, *layers: tuple[str, Layer]) -> None:
         if not layers or not all(isinstance(x, tuple) and hasattr(x[-1], "backward_input") for x in layers):
@@ -99,6 +103,7 @@ class Chain(Layer):
 
     def forward(self, sh, p, x, ctx):
         saved, extras, decided = [], {}, ctx.decided
+        given = x if self.adds_input else None
         for name, layer in self.layers:
             earlier = replace(ctx, decided=decided[name]) if decided and name in decided else ctx
             result = layer.forward(sh, p.get(name, {}) if name else p, x, earlier)
@@ -107,21 +112,28 @@ class Chain(Layer):
                 saved.append(result[1])
             if len(result) > 2:
                 extras[name] = result[2]
+        if given is not None:
+            x = plus(given, x)
         return (x, saved, _joined_extra(extras)) if extras else (x, saved)
 
     def backward_input(self, sh, p, saved, dy, *side):
-        steps = []
+        steps, given = [], dy if self.adds_input else None
         for name, layer in reversed(self.layers):
             step = _BackwardStep(name, layer, saved.pop())
             dy = step.start(sh, p.get(name, {}) if name else p, dy, *side if layer.side_outputs else ())
             steps.append(step)
-        return dy, steps
+        if given is not None:
+            dy = then(dy, lambda dx: add_to(dx, given))
+        return dy, (steps, dy if given is not None and isinstance(dy, Deferred) else None)
 
-    def backward_weight(self, sh, steps, g):
+    def backward_weight(self, sh, rest, g):
+        steps, under_way = rest
         while steps:
             step = steps.pop(0)
             step.finish()
             step.layer.backward_weight(sh, step.rest, g[step.name] if step.name else g)
+        if under_way is not None:
+            under_way.finish()  # the first layer has waited for it already: add dy now and free it
 
 
 def _full_name(layer: str, key: str) -> str:
@@ -206,6 +218,8 @@ class Branch(Chain):
 class Residual(Branch):
     """y[b s d] = x + dropout(scale · after(inner(norm(x)))), with the names of ``Branch``"""
 
+    adds_input = True
+
     def __init__(
         self, norm: Layer | None, inner: Inner, dropout: float = 0.0, *, after: Layer | None = None, scale: float = 1.0
     ):
@@ -213,21 +227,6 @@ class Residual(Branch):
         self.dropout = Dropout(dropout)
         if dropout:
             self.layers += (("dropout", self.dropout),)
-
-    def forward(self, sh, p, x, ctx):
-        result = super().forward(sh, p, x, ctx)
-        return plus(x, result[0]), *result[1:]
-
-    def backward_input(self, sh, p, saved, dy, *side):
-        dx, rest = super().backward_input(sh, p, saved, dy, *side)
-        dx = then(dx, lambda dx: add_to(dx, dy))
-        return dx, (rest, dx if isinstance(dx, Deferred) else None)
-
-    def backward_weight(self, sh, rest, g):
-        rest, under_way = rest
-        super().backward_weight(sh, rest, g)
-        if under_way is not None:
-            under_way.finish()  # the norm has waited for it already: add dy now and free it
 
 
 class Parallel(Residual):
@@ -374,6 +373,8 @@ class Skip(Chain):
     "Identity mappings in deep residual networks" (2016).
     """
 
+    adds_input = True
+
     def __init__(self, up: Linear, down: Linear) -> None:
         for before, after in ((up, down), (down, up)):
             out, into = before.letters[1], after.letters[0]
@@ -385,11 +386,3 @@ class Skip(Chain):
                 )
         self.up, self.down = up, down
         super().__init__(("up", up), ("down", down))
-
-    def forward(self, sh, p, x, ctx):
-        y, saved, *_ = super().forward(sh, p, x, ctx)
-        return x + y, saved
-
-    def backward_input(self, sh, p, saved, dy):
-        dx, steps = super().backward_input(sh, p, saved, dy)
-        return then(dx, lambda dx: dx + dy), steps

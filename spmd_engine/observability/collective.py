@@ -170,8 +170,8 @@ def transports_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> 
         facts = Facts(payload, ranks, one_node, even, inline=inline, readable=True, tuning=tuning)
         return _name(operation, facts)
 
-    parts = []
-    for size in [size for power in range(3, LARGEST) for size in (1 << power, 3 << power - 1)]:
+    parts, powers = [], [1 << power for power in range(3, LARGEST)]
+    for size in sorted({limit, *powers, *(power * 3 // 2 for power in powers)}):
         for most, word in (size - 1, "below"), (size, "up to"):
             if name_of(most) != name_of(most + 1):
                 parts.append(f"{word} {readable_bytes(size)} {name_of(most)}")

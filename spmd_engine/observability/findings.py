@@ -239,15 +239,11 @@ def _memory(ranks: Ranks) -> Iterator[CheckResult]:
             f"raise the job's limit, or plan for it: plan --memory {readable_bytes(share)}",
         )
     limits = [_known(facts, "limits", {}) for facts in ranks]
+    locked = LOCKED if any(_known(facts, "fabrics", []) for facts in ranks) else 0
     for name, at_least, option, what in (
         ("address space", min(sizes["installed"] for sizes in memory), "v unlimited", "bytes of memory"),
         ("files", LEAST_FILES, "n 1024", "open files"),
-        (
-            "locked memory",
-            LOCKED if any(_known(facts, "fabrics", []) for facts in ranks) else 0,
-            "l unlimited",
-            "locked bytes",
-        ),
+        ("locked memory", locked, "l unlimited", "locked bytes"),
     ):
         least, n = min((limit.get(name, -1) % UNLIMITED, n) for n, limit in enumerate(limits))
         if least < at_least:

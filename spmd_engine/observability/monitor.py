@@ -224,7 +224,7 @@ class Watched:
                 "mesh": shards[rank][1] if rank in shards else "-",
             }
             if crossed:
-                own = (f"{crossing.what} {crossing.ranks[rank]:.2f}" for crossing in crossed if rank in crossing.ranks)
+                own = (f"{it.name.replace('_', ' ')} {it.ranks[rank]:.2f}" for it in crossed if rank in it.ranks)
                 row["above threshold"] = ", ".join(own)
             rows.append({name: _printable(text) for name, text in row.items()})
         return [rows[rank] for rank in np.argsort(waits, kind="stable")] if len(rows) > MOST_RANKS else rows

@@ -40,10 +40,9 @@ NOTHING_FITS = 1  #: the exit code
 
 
 @checked(
-    {"seconds": 0},
+    {"seconds": 0, "ranks": 1, "batch_size": 1},
     model="a Model, or its name",
     mesh='axes with their sizes, as {"data": 2}',
-    ranks="a number",
     fixed='choices by name, as {"zero": 3}',
 )
 def plan(
@@ -97,8 +96,8 @@ def plan(
     chosen = machine if isinstance(machine, Machine) else default_machine(machine)
     numbers, sizes = ([one] if isinstance(one, int) else one for one in (ranks, batch_size))
     for name, given in (("ranks", numbers), ("batch_size", sizes)):
-        if not given or min(given) < 1:
-            raise UsageError(f"plan: {name} is {', '.join(map(str, given)) or 'empty'}; it must be from 1")
+        if not given:
+            raise UsageError(f"plan: {name} is empty; give a whole number, or several")
     limits = {"memory": memory, "latency": latency, "bandwidth": bandwidth, "compute": compute}
     searched = fixed, axes, sequence, dtype, optimizer, base, seconds, placement, fallback
     request = Request(built, chosen, numbers, sizes, goal, Limits.from_json(limits, "plan"), *searched)

@@ -38,17 +38,10 @@ T = TypeVar("T")
 
 
 class Watchdog:
-    """Watches the ranks of a node from one of them: ``activity`` is its own record, ``records`` are all records."""
+    """Watches the ranks of a node from one of them: ``activity`` is its own record, which knows all of the others."""
 
-    def __init__(
-        self,
-        activity: Activity,
-        records: Sequence[Record],
-        rank: int,
-        size: int,
-        elsewhere: OtherNodes | None = None,
-    ) -> None:
-        self._activity, self._records, self._rank, self._size = activity, list(records), rank, size
+    def __init__(self, activity: Activity, rank: int, size: int, elsewhere: OtherNodes | None = None) -> None:
+        self._activity, self._records, self._rank, self._size = activity, list(activity.records), rank, size
         self._elsewhere = elsewhere
         self._ends = threading.Event()
         self._sent_at, self._heard = -FRESH, list[State]()
@@ -133,12 +126,10 @@ class ThreadWatchdog(Watchdog):
     def __init__(self, ranks: Sequence[Activity], threads: Callable[[], Mapping[int, int]]) -> None:
         """``threads`` returns the numbers of the threads by rank."""
         self._threads, self._started = threads, threading.Lock()
-        super().__init__(
-            ranks[0], [Record(rank, activity.memory) for rank, activity in enumerate(ranks)], 0, len(ranks)
-        )
+        records = [Record(rank, activity.memory) for rank, activity in enumerate(ranks)]
         for activity in ranks:
-            activity.on_long_wait, activity.explain = self._start_once, self.explain
-            activity.records = self._records
+            activity.on_long_wait, activity.explain, activity.records = self._start_once, self.explain, records
+        super().__init__(ranks[0], 0, len(ranks))
 
     def _start(self) -> None:
         """See ``_start_once``."""

@@ -47,15 +47,13 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
         numbers = {name: _token(metadata, field, len(tokens), where) for name, field in fields.items()}
         names = {name: tokens[number] for name, number in numbers.items() if number is not None}
         pre = metadata.get("tokenizer.ggml.pre", "default")
-        around = {"add_bos_token": kind == "llama" or SPLITS[pre].begins, "add_eos_token": False}
-        for option in around:
-            around[option] = bool(metadata.get(f"tokenizer.ggml.{option}", around[option]))
+        usual = {"add_bos_token": kind == "llama" or SPLITS[pre].begins, "add_eos_token": False}
         return JsonTokenizer(
             tokenizer.to_str(),
             where,
             chat_template=metadata.get("tokenizer.chat_template"),
             special=names,
-            around=around,
+            around={option: bool(metadata.get(f"tokenizer.ggml.{option}", usual[option])) for option in usual},
         )
 
 

@@ -7,18 +7,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spmd_engine.arguments import checked
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.comm import Mesh, world
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero
-from spmd_engine.errors import UsageError, check_argument
+from spmd_engine.errors import UsageError
 from spmd_engine.foreign import parse_json, read_bytes
 from spmd_engine.training.run import CONFIG
 from spmd_engine.training.train_config import TrainConfig
 
 
+@checked(run="the folder of a run, or its name under runs/")
 def run_folder(run: str | Path) -> Path:
     """The folder of a run: a path, or its name under ``runs/``. Raises UsageError for a name that is none."""
-    check_argument("the run", run, (str, Path), "its folder, or its name under runs/")
     is_none = not str(run) or any(character < " " for character in str(run))
     is_path = "/" in str(run) or not is_none and os.path.exists(Path(run, CONFIG)) and not is_model(Path(run))
     if is_none or not is_path and str(run) in (".", ".."):

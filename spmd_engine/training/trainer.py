@@ -156,10 +156,8 @@ class Trainer:
             loss = engine.step(batch, self.loss)
             norm = engine.gradient_norm() / loss_scale
         rate, skips = self.rate(step), not (isfinite(loss) and isfinite(norm))
-        if not hasattr(rate, "__float__"):
-            raise UsageError(f"rate({step}) returned {rate!r}; return the learning rate of that step, a number")
-        if not 0 <= rate < inf:
-            raise UsageError(f"rate({step}) returned {rate}; a learning rate is a finite number from 0 on")
+        if not hasattr(rate, "__float__") or not 0 <= rate < inf:
+            raise UsageError(f"rate({step}) returned {rate!r}; a learning rate is a finite number from 0 on")
         if not skips:
             scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0
             self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale / loss_scale)

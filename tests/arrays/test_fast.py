@@ -18,6 +18,7 @@ from spmd_engine.arrays.attention import attend_to_all, attend_to_keys
 from spmd_engine.arrays.backend import CPU, backend_of
 from spmd_engine.arrays.numba.functions import FastFunctions, fast_functions
 from spmd_engine.arrays.numba.object_code import Image, Loops, image_of
+from spmd_engine.arrays.rotary import rotation_at
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.state.assignment import ZeroConfig
@@ -122,7 +123,28 @@ def test_one_query_attends_to_few_keys_alike(loops, monkeypatch, shape):
     keys, seen = np.zeros((shape[0], 21), np.int64), slice(1, 22)  # beside columns that are not used
     expected, _ = attend_to_keys(*(x.astype(np.float64) for x in (q, k[:, seen], v[:, seen])), keys[:, :1], keys)
     monkeypatch.setitem(CPU.__dict__, "kernels", loops)
-    np.testing.assert_allclose(attend_to_all(q, k, v, seen), expected, rtol=1e-4, atol=1e-6)
+    new, room = [x[:, 21:22] for x in (k, v)], [x.copy() for x in (k, v)]
+    for array in room:
+        array[:, 21] = 0
+    np.testing.assert_allclose(attend_to_all(q, *new, *room, seen, None), expected, rtol=1e-4, atol=1e-6)
+    for array, x in zip(room, (k, v), strict=True):
+        np.testing.assert_array_equal(array, x)
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("pairs", [2, 4])
+def test_a_new_query_and_key_are_rotated_as_elsewhere(loops, monkeypatch, neighbours, pairs):
+    q, k, v = normals(3, 2, 1, 3, 8, dtype=np.float32)
+    rotation = rotation_at(np.array([[5], [9]]), np.linspace(1, 0.01, pairs), q)
+    results = []
+    for kernels in (None, loops):
+        monkeypatch.setitem(CPU.__dict__, "kernels", kernels)
+        keys, values = np.ones((2, 2, 7, 3, 8), np.float32)
+        y = attend_to_all(q, k, v, keys, values, slice(2, 6), None, (rotation, neighbours))
+        results.append((y, keys, values))
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(results[1][1][:, 5:6], loops.rotate(k, rotation, neighbours))
 
 
 @pytest.mark.parametrize("change", [np.transpose, np.flip, lambda x: x.repeat(2, axis=1)[:, ::2]])

@@ -150,7 +150,7 @@ def test_attention_to_cached_keys_rounds_as_that_of_the_whole_text(half, cap):
     with emulated():
         y, log_sums = causal_attention(q, k, v, positions, positions, cap=cap)
         found, sums = attend_to_keys(q, k, v, of_each, of_each, cap=cap)
-        last = attend_to_all(q[:, -1:], k, v, slice(0, 30), cap)
+        last = attend_to_all(q[:, -1:], k[:, -1:], v[:, -1:], k, v, slice(0, 30), cap)
     assert found.dtype == last.dtype == half
     np.testing.assert_array_equal(found, y)
     np.testing.assert_array_equal(last, y[:, -1:])

@@ -11,13 +11,12 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.format import manifest
 from spmd_engine.checkpoints.format.blocks import HASH
-from spmd_engine.checkpoints.format.manifest import Manifest
 from spmd_engine.checkpoints.format.write import HASHES
 from spmd_engine.checkpoints.rewrite import problems
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
 from spmd_engine.strategies import DataParallel
-from support import tiny
+from support import saved, tiny
 from support.altered import in_bytes, in_json
 
 
@@ -192,7 +191,7 @@ def _files(change):
 
 LIES = {
     "no part of it": _pieces(_change((0,), [0, 99])),
-    "hold 11 of 12 elements": _pieces(_change((0,), [0, 11])),
+    "do not cover it: they hold 11 of 12 elements": _pieces(_change((0,), [0, 11])),
     "cannot reshape": _pieces(_change((0,), [0, 12, 3])),
     "has arrays on rank 5, which has no file": _pieces(_change((1,), [5])),
     "where a text like": _change((*FILES, 2), "../../etc/passwd"),
@@ -227,10 +226,10 @@ def test_a_manifest_that_was_altered_is_refused(sound):
     content = json.loads((sound / "manifest.json").read_text())
     content["facts"]["seed"] = 1
     with pytest.raises(CheckpointError, match="here is damaged, or none of ours: its SHA-256 of itself differs"):
-        Manifest.parse(json.dumps(content), "here")
+        saved.manifest(json.dumps(content))
     for text in ("", "[" * 100_000, "[]", "{}", "nan"):
         with pytest.raises(CheckpointError, match="here is damaged, or none of ours"):
-            Manifest.parse(text, "here")
+            saved.manifest(text)
 
 
 def test_a_manifest_means_the_same_in_any_order_of_its_names_and_with_any_spaces(sound):
@@ -238,21 +237,21 @@ def test_a_manifest_means_the_same_in_any_order_of_its_names_and_with_any_spaces
     content = json.loads(path.read_text())
     turned = {name: content[name] for name in reversed(content)}
     for text in (json.dumps(content, indent=2), json.dumps(turned), path.read_text().replace("\n", "\r\n")):
-        assert Manifest.parse(text, "here").text() == path.read_text()
+        assert saved.manifest(text).text() == path.read_text()
         with pytest.raises(CheckpointError, match="its SHA-256 of itself differs"):
-            Manifest.parse(text.replace("12", "13", 1), "here")
+            saved.manifest(text.replace("12", "13", 1))
 
 
 def test_a_manifest_in_lines_is_read_without_all_numbers_at_once(sound, monkeypatch):
     """Each list of pieces is a line of its own; what was altered is then read as a whole, to say what is wrong."""
     text, parsed = (sound / "manifest.json").read_text(), []
     monkeypatch.setattr(manifest, "parse_json", lambda text: parsed.append(text) or json.loads(text))
-    Manifest.parse(text, "here")
+    saved.manifest(text)
     assert len(parsed) == 1 and json.loads(parsed[0])["pieces"] == []
     lines = text.splitlines(keepends=True)
     for altered in (lines + [" x"], lines[:-1], lines[:1] + lines[2:], lines[:2] + lines[1:]):
         with pytest.raises(CheckpointError, match="here is damaged, or none of ours"):
-            Manifest.parse("".join(altered), "here")
+            saved.manifest("".join(altered))
 
 
 def rows_of(path):

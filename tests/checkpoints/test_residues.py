@@ -103,7 +103,7 @@ def test_the_residues_of_many_ranks_are_listed_once():
     section = Section("residues", {}, files, [(range(999), arrays), ([999], odd)])
     text = Manifest(1, {"model": Section("model", {}, files), "residues": section}).text()
     assert len(text) < 2 * 64 * 1000 + 5 * 5 * 1000
-    read = Manifest.parse(text, "here").sections["residues"]
+    read = saved.manifest(text).sections["residues"]
     assert len(read) == 2 * 999 + 1 and list(read)[-2:] == ["00998/v", "00999/w"] and "00999/v" not in read
     (block,) = read["00007/v"].blocks
     expected = Rectangle((0, 0), (6, 8)), "residues-00007.safetensors", 4103 + 6 * 8 * 4, 1

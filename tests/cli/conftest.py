@@ -45,14 +45,24 @@ def virtual(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def several_by_mpi(mpi_run, tmp_path):
-    """Commands one after the other on ranks that are started once: what each of them prints. gpt-nano is as here."""
+def commands_by_mpi(mpi_run, tmp_path):
+    """Commands one after the other on ranks that are started once: what becomes of them. gpt-nano is as here."""
     program, size = Path(__file__).with_name("several_commands.py"), GPT_SIZES["gpt-nano"]
     size = json.dumps({"layers": size.layers, "width": size.width})
 
     def run(ranks, *commands):
         commands = [json.dumps([str(argument) for argument in command]) for command in commands]
-        result = mpi_run(ranks, program, size, *commands, env=ONE_THREAD, cwd=tmp_path)
+        return mpi_run(ranks, program, size, *commands, env=ONE_THREAD, cwd=tmp_path)
+
+    return run
+
+
+@pytest.fixture
+def several_by_mpi(commands_by_mpi):
+    """What each of the commands prints."""
+
+    def run(ranks, *commands):
+        result = commands_by_mpi(ranks, *commands)
         assert result.returncode == 0, result.stderr
         *texts, rest = result.stdout.split("-- the end of a command\n")
         assert len(texts) == len(commands) and not rest

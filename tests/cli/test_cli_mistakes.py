@@ -17,6 +17,8 @@ from spmd_engine.planning.machine.machine import read_machine, toml_of
 from spmd_engine.training import TrainConfig
 from support.command_line import QUIET, TEXT
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 LLAMA = Path(__file__).parents[1] / "golden" / "decoders" / "llama"
 
 
@@ -88,7 +90,7 @@ MISTAKES = {
     "top_k is 9, but there are 8 experts": ["--model", "gpt-moe-nano", "--top-k", "9"],
     "gpt-nano has no experts": ["--experts", "4"],
     "there is no axis 'context'. Name axes": ["--model", "gpt-moe-nano", "--experts-over", "context"],
-    "dense 8: blocks are from 0 to 7": ["--model", "gpt-moe-nano", "--dense-layers", "8"],
+    "dense 2: blocks are from 0 to 1": ["--model", "gpt-moe-nano", "--dense-layers", "2"],
 }
 
 
@@ -154,11 +156,12 @@ def one_line(result):
     return ours[0]
 
 
-def test_a_mistake_that_one_rank_finds_is_still_one_line(spmd, r, tmp_path):
+def test_a_mistake_that_one_rank_finds_is_still_one_line(commands_by_mpi, r, tmp_path):
     tokens = np.zeros((2, 128), int)
     tokens[1, 5] = 999
     np.save(tmp_path / "x.npy", tokens)
-    result = spmd(2, "infer", "--run", r.name, "--mesh", "data=2", "--input", "x.npy", "--output", "y.npy")
+    command = ["infer", "--run", r.name, "--mesh", "data=2", "--input", "x.npy", "--output", "y.npy"]
+    result = commands_by_mpi(2, command)
     assert "rank 1 of 2: spmd_engine: gpt-nano: inputs from 0 to 999" in one_line(result)
     assert not (tmp_path / "y.npy").exists()
 

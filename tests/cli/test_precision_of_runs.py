@@ -71,12 +71,15 @@ def test_the_first_line_after_a_start_names_the_libraries_of_products(here, tmp_
     assert by_dtype.keys() == {"float32", "bfloat16"} and set(by_dtype["float32"].values()) == {"numpy"}
 
 
-def test_infer_writes_float32(here, tmp_path):
+def test_infer_computes_in_the_precision_of_a_run_or_in_another_and_writes_float32(here, tmp_path):
     run = tmp_path / "run"
     here(*SMALL, "--precision", "bfloat16", "--steps", "1", "--run", str(run))
     np.save(tmp_path / "x.npy", np.arange(8).reshape(1, 8))
-    assert (
-        here("infer", "--run", str(run), "--input", str(tmp_path / "x.npy"), "--output", str(tmp_path / "y.npy"))[0]
-        == 0
-    )
-    assert np.load(tmp_path / "y.npy").dtype == np.float32
+    outputs = []
+    for precision in [], ["--precision", "bfloat16"], ["--precision", "float32"]:
+        files = ["--input", str(tmp_path / "x.npy"), "--output", str(tmp_path / "y.npy")]
+        assert here("infer", "--run", str(run), *files, *precision)[0] == 0
+        outputs.append(np.load(tmp_path / "y.npy"))
+    own, same, other = outputs
+    assert {output.dtype.name for output in outputs} == {"float32"}
+    assert (own == same).all() and (own != other).any() and np.allclose(own, other, atol=0.1)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from spmd_engine.cli import cli, main
 from spmd_engine.runtime.supervisor import Supervisor
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 LIMIT = 60  # seconds that a small command may take, on a machine that is busy
 NUMBERS = ["-1", "0", "1", "2", "3", "7", "1000000", "99999999999999", "1e3", "0x10", "x", "", "1.5"]
 FLOATS = ["-1", "0", "0.5", "1", "1e400", "nan", "inf", "-0.0", "1e-400", "x", ""]
@@ -114,7 +116,7 @@ def drawn(count):
     return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=quiet, database=None)
 
 
-@drawn(6)
+@drawn(3)
 @given(words=lines())
 def test_a_line_does_something_or_is_one_error(words, here, capsys):
     check(words, capsys)

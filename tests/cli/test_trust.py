@@ -29,6 +29,7 @@ from spmd_engine.training import TrainConfig
 from spmd_engine.training.train_config import AdaptConfig
 from support.command_line import QUIET, TEXT
 
+pytestmark = pytest.mark.usefixtures("narrow")
 PLANTED = """
 import pathlib
 pathlib.Path("ran").touch()

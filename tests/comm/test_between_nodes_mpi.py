@@ -68,9 +68,9 @@ print(f"{len(set.union(*made))} communicators\\n", end="", flush=True)
 
 WAYS = {
     "as it is": [],
-    "rounds": ["at_once=1000000000", "with_agreement=0", "repeated_with_agreement=0", "hierarchical=500"],
-    "at once": ["at_once=0", "with_agreement=0", "repeated_with_agreement=0", "hierarchical=500"],
-    "pieces": ["piece=8192", "at_once=0", "reduced_whole=0"],
+    "rounds": ["at_once=1000000000", "with_agreement=0", "hierarchical=500"],
+    "at once": ["at_once=0", "with_agreement=0", "hierarchical=500"],
+    "pieces": ["piece=8192", "at_once=0", "with_agreement=0"],
 }
 FIRST = [("rounds", 2)]  # as it is, ranks of two nodes do without threads in MPI, below
 

@@ -11,7 +11,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.comm import collectives, dispatch
 from spmd_engine.comm.agreement.signature import Signature
 from spmd_engine.comm.connections import Tuning
-from spmd_engine.comm.dispatch import Routing, choose, inline_between_nodes, inline_limit, parts_on_the_way
+from spmd_engine.comm.dispatch import Routing, choose, inline_between_nodes, inline_limit
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.nccl import NcclTransport
@@ -36,8 +36,8 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broad
         (0, 4, MessageRounds, MessageRounds),
         (2 * KIB - 1, 4, MessageRounds, MessageRounds),
         (2 * KIB, 4, MessageRounds, Hierarchical),
-        (15 * KIB, 4, MessageRounds, Hierarchical),
-        (16 * KIB, 4, Messages, Hierarchical),
+        (31 * KIB, 4, MessageRounds, Hierarchical),
+        (32 * KIB, 4, Messages, Hierarchical),
         (64 * KIB, 32, MessageRounds, Hierarchical),
         (MIB, 32, Messages, Hierarchical),
         (256 * KIB, 128, MessageRounds, Hierarchical),
@@ -61,41 +61,26 @@ def test_gathers_that_are_not_hierarchical(unusual):
 def test_sums_in_rank_order_are_exchanges_of_all_arrays():
     for operation, size in product(("all_reduce", "reduce_scatter"), (8, KIB, MIB)):
         assert chosen(operation, size, 4, in_rank_order=True) is Messages
-        assert parts_on_the_way(operation, size, 4, True, Tuning()) == 0
     assert chosen("broadcast", KIB, 4, in_rank_order=True) is MessageRounds
 
 
 def test_limits_of_inline_data_between_nodes():
-    """The root of a broadcast sends its array in each round; lanes send the arrays of their node several times."""
+    """The first rank sends the array to its children; lanes send the arrays of their node several times."""
     limits = {
-        ("broadcast", 2, 2): 64 * KIB,
-        ("broadcast", 16, 16): 16 * KIB,
-        ("broadcast", 64, 16): 4 * KIB,
-        ("all_reduce", 64, 16): 128 * KIB,
-        ("reduce_scatter", 5, 5): 128 * KIB,
-        ("all_gather", 16, 16): 8 * KIB,
-        ("all_gather", 64, 16): KIB // 4,
-        ("all_to_all", 16, 16): KIB,
+        ("all_reduce", 2, 2): 128 * KIB,
+        ("broadcast", 5, 5): 32 * KIB,
+        ("reduce_scatter", 33, 33): 16 * KIB,
+        ("all_gather", 33, 33): 16 * KIB // 33,
+        ("all_to_all", 2, 2): 64 * KIB,
+        ("all_to_all", 12, 12): 6 * KIB,
+        ("all_to_all", 32, 32): 4 * KIB,
+        ("broadcast", 4, 2): 8 * KIB,
+        ("all_reduce", 132, 33): 16 * KIB,
+        ("all_gather", 128, 32): KIB // 32,
     }
     for (operation, ranks, senders), limit in limits.items():
         assert inline_between_nodes(operation, ranks, senders, False, Tuning()) == limit
-    assert inline_between_nodes("all_reduce", 16, 16, True, Tuning()) == KIB
-
-
-@pytest.mark.parametrize(
-    "operation, size, senders, parts",
-    [
-        ("all_reduce", 2 * KIB, 16, 1),
-        ("all_reduce", 2 * KIB + 1, 16, 16),
-        ("all_reduce", 2 * KIB, 12, 1),
-        ("all_reduce", KIB, 13, 1),
-        ("all_reduce", 2 * KIB, 13, 13),
-        ("reduce_scatter", 8, 12, 12),
-        ("all_gather", 8, 12, 0),
-    ],
-)
-def test_how_reductions_travel_with_the_agreement(operation, size, senders, parts):
-    assert parts_on_the_way(operation, size, senders, False, Tuning()) == parts
+    assert inline_between_nodes("all_reduce", 16, 16, True, Tuning()) == 8 * KIB
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -127,11 +127,14 @@ mesh.all_gather(np.ones(3))
 
 @pytest.mark.parametrize("end", in_time(KILLS, {"by the system"}))
 def test_a_rank_that_is_killed(end, job):
-    ended = job(f"""
+    ended = job(
+        f"""
 if mesh.rank == 1:
     {end}
 mesh.all_gather(np.ones(3))
-""")
+""",
+        ranks=2,
+    )
     assert ended.returncode != 0
 
 
@@ -165,14 +168,17 @@ def test_an_end_while_another_waits_in_a_smaller_group_ends_the_job(mpi_run, tmp
 
 
 def test_a_rank_that_never_comes_out_of_the_end_of_mpi_is_ended(job):
-    """Here one is stopped when all have met at the end; the others would wait for it in MPI_Finalize."""
-    ended = job("""
+    """Here one is stopped when both have met at the end; the other would wait for it in MPI_Finalize."""
+    ended = job(
+        """
 ending, Group = sys.modules["spmd_engine.runtime.ending"], sys.modules["spmd_engine.comm.group"].Group
 ending.FINALIZE = 3
 if mesh.rank == 1:
     leave = Group.leave
     Group.leave = lambda *args: (leave(*args), os.kill(os.getpid(), signal.SIGSTOP))
-""")
+""",
+        ranks=2,
+    )
     assert ended.returncode != 0
 
 
@@ -243,7 +249,7 @@ time.sleep(chance.random() * seconds)
 
 def test_questions_between_nodes_that_nobody_answers_do_not_spoil_the_end(mpi_run, tmp_path):
     (tmp_path / "program.py").write_text(SLEEPS)
-    ended = mpi_run(3, tmp_path / "program.py", timeout=LIMIT)
+    ended = mpi_run(2, tmp_path / "program.py", timeout=LIMIT)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -261,7 +267,7 @@ ENDINGS = {"well": ("", 0, ""), "of a mistake": (FAIL, 2, "no\n")}
 @pytest.mark.parametrize("end, code, said", in_time(ENDINGS, {"of a mistake"}))
 def test_what_was_sent_beside_calls_is_received_before_mpi_ends(end, code, said, mpi_run, tmp_path):
     (tmp_path / "program.py").write_text(SENDS_LAST + end)
-    ended = mpi_run(3, tmp_path / "program.py", timeout=LIMIT)
+    ended = mpi_run(2, tmp_path / "program.py", timeout=LIMIT)
     assert (ended.returncode, ended.stderr) == (code, said)
 
 

@@ -6,7 +6,7 @@ from math import ceil, log2
 import pytest
 
 from spmd_engine import run_threads
-from spmd_engine.comm.agreement.signature import gather_texts
+from spmd_engine.comm.agreement.tree import gather_texts
 from spmd_engine.comm.communicators.threads import ThreadCommunicator, current_thread_communicator
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_engine.comm.blocks import merged, spans
-from spmd_engine.comm.rounds import Payload, WholeSum, gather_rounds, reduce_rounds, scatter_rounds
+from spmd_engine.comm.rounds import Payload, broadcast_rounds, gather_rounds, reduce_rounds
 
 LENGTHS = [3, 0, 1, 2, 5, 1]  # of the parts of the first ranks, then again
 each_number = pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17])
@@ -67,41 +67,26 @@ def test_a_gather_is_the_adjoint_of_a_reduction(n):
 
 
 @each_number
-def test_the_root_s_parts_reach_their_ranks(n):
-    parts = parts_of(n)
-    whole = np.arange(float(parts[-1].stop))
+def test_the_root_s_array_reaches_each_rank_once(n):
+    whole = np.arange(5.0)
     for root in {0, n // 2, n - 1}:
         arrays = [whole if r == root else np.full(whole.size, -1.0) for r in range(n)]
-        results, sent = carried_out(arrays, parts, [scatter_rounds(r, n, root) for r in range(n)])
-        assert all((x[part] == whole[part]).all() for x, part in zip(results, parts, strict=True))
-        assert sent[root] == whole.size - (parts[root].stop - parts[root].start)
+        results, sent = carried_out(arrays, [slice(0, 5)], [broadcast_rounds(r, n, root) for r in range(n)])
+        assert all((x == whole).all() for x in results)
+        assert sum(sent) == 5 * (n - 1) and max(sent) == 5 * ceil(log2(n))
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
 def test_sums_have_one_order_if_ranks_are_a_power_of_two(n):
-    """Of numbers of different magnitudes: whole arrays, and parts of any lengths, whichever rank has them."""
-    size = 64
+    """Of numbers of different magnitudes: parts of any lengths, whichever rank has them."""
+    size, totals = 64, set()
     arrays = [np.random.default_rng(r).standard_normal(size) * 10.0 ** (r % 5) for r in range(n)]
-    totals = delivered([WholeSum(x, r, n, add) for r, x in enumerate(arrays)])[0]
-    assert len({x.tobytes() for x in totals}) == 1
     for lengths in ([size // n] * n, [*[0] * (n - 1), size], [size, *[0] * (n - 1)]):
         parts = spans(lengths)
         sums = carried_out(arrays, parts, [reduce_rounds(r, n) for r in range(n)], add)[0]
         joined = np.concatenate([x[part] for x, part in zip(sums, parts, strict=True)])
-        assert joined.tobytes() == totals[0].tobytes()
-
-
-@each_number
-def test_a_whole_sum_has_equal_bits_on_all_ranks(n):
-    """Of 2^k m arrays, m are added in rank order; a rank sends those m - 1, and k sums."""
-    arrays = [np.random.default_rng(r).standard_normal(8) * 10.0 ** (r % 5) for r in range(n)]
-    payloads = [WholeSum(x, r, n, lambda out, blocks: np.copyto(out, sum(blocks))) for r, x in enumerate(arrays)]
-    _, sent = delivered(payloads)
-    totals = [payload.x[payload.mine] for payload in payloads]
-    assert len({x.tobytes() for x in totals}) == 1 and np.allclose(totals[0], sum(arrays))
-    apart = n & -n
-    assert set(sent) == {8 * (n // apart - 1 + apart.bit_length() - 1)}
-    assert len(payloads[0].rounds) == ceil(log2(n))
+        totals.add(joined.tobytes())
+    assert len(totals) == 1
 
 
 def test_adjacent_parts_are_one_slice():

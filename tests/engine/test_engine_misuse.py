@@ -386,7 +386,7 @@ ARGUMENTS = {
     "no micro-batches": (batches(lambda e, step: Batch([])), "the Batch has no micro-batches"),
     "a batch": (lambda e: {"batches": batch_of(X, Y, e)}, "batches is a Batch; give a function of the step"),
     "rate": (lambda e: {"rate": 0.1}, "rate is 0.1; give a function of the step, as lambda step: 0.1"),
-    "no rate": (lambda e: {"rate": lambda step: None}, r"rate\(0\) returned None; return the learning rate"),
+    "no rate": (lambda e: {"rate": lambda step: None}, r"rate\(0\) returned None; a learning rate is"),
     "class of optimizer": (lambda e: {"optimizer": SGD}, "optimizer is the class SGD; give an Optimizer"),
     "class of engine": (lambda e: {"engine": Own}, "engine is the class Own; give a ShardedEngine"),
 }
@@ -515,7 +515,7 @@ OF_WRONG_TYPES = {
     "batch_of: engine is the class Own; give a ShardedEngine": lambda: batch_of(X, Y, Own),
     "batch_of: inputs has <U1, which are no numbers; give an array": lambda: batch_of(np.array(["a"] * 8), Y, own()),
     "batch_of: inputs has no rows; give an array": lambda: batch_of(X[:0], Y[:0], own()),
-    "batch_of: step is a str; give a number": lambda: batch_of(X, Y, own(), step="a"),
+    "batch_of: step is 'a'; give a whole number": lambda: batch_of(X, Y, own(), step="a"),
     "Trainer: grad_clip is nan; give the largest norm": lambda: losses(grad_clip=float("nan")),
     "max_skipped is '3'; give a whole number": lambda: losses(max_skipped="3"),
     r"rate\(0\) returned nan; a learning rate is": lambda: losses(rate=lambda step: float("nan")),
@@ -525,7 +525,7 @@ OF_WRONG_TYPES = {
     "load_checkpoint: folder is a Linear; give the path of a run, before": lambda: load_checkpoint(own(), "folder"),
     "load_checkpoint: params is None; give a mapping": lambda: LayeredEngine(two_layers(2, 3)).load_checkpoint(None),
     "load_pretrained: path is None; give that of": lambda: load_pretrained(LayeredEngine(two_layers(2, 3)), None),
-    "the run is a int; give its folder": lambda: run_folder(3),
+    "run_folder: run is 3; give the folder of a run": lambda: run_folder(3),
     "'' is no name of a run; give one": lambda: run_folder(""),
     "'..' is no name of a run; give one": lambda: run_folder(".."),
     r"'a\\x00b' is no name of a run; give one": lambda: run_folder("a\0b"),
@@ -548,7 +548,7 @@ OF_WRONG_TYPES = {
     "over=3: name mesh axes, of data": lambda: Mesh().all_reduce(X, over=3),
     "all_reduce takes an array, not a NoneType": lambda: Mesh().all_reduce(None),
     "describe: x is a NoneType; give this rank's array": lambda: Mesh().describe(None, "b d"),
-    "batch_of: micro_batches is a str; give a number": lambda: batch_of(X, Y, own(), "2"),
+    "batch_of: micro_batches is '2'; give a whole number": lambda: batch_of(X, Y, own(), "2"),
     "LayeredEngine: model is 'gpt-nano'; give a Model": lambda: LayeredEngine("gpt-nano"),
     r"LayeredEngine: mesh is 'data=1'; give a Mesh, as Mesh\(data=2\)": lambda: LayeredEngine(
         two_layers(2, 3), "data=1"

@@ -71,10 +71,10 @@ CASES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def narrow():
-    """Built-in models of text have narrower layers here."""
+    """Built-in models of text have narrower layers here, and that with experts two of them."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("gpt-nano", "gpt-moe-nano"):
-            patch.setitem(GPT_SIZES, name, replace(GPT_SIZES[name], width=36))
+        for name, layers in ("gpt-nano", 8), ("gpt-moe-nano", 2):
+            patch.setitem(GPT_SIZES, name, replace(GPT_SIZES[name], width=36, layers=layers))
         yield
 
 

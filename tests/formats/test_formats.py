@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from spmd_engine.errors import UsageError
-from spmd_engine.formats import MappedArray, npz_names, read_idx, read_npz
+from spmd_engine.formats.array_files import npz_names, read_idx, read_npz
+from spmd_engine.formats.tensor import MappedArray
 from support.labelled_images import CODES, PIXELS, idx, write_npz
 
 

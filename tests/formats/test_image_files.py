@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 
 from spmd_engine.errors import UsageError
-from spmd_engine.formats import images_in_folder, images_in_table
-from spmd_engine.formats.image_files import ImageKind, pictures_at, read_picture
+from spmd_engine.formats.image_files import ImageKind, images_in_folder, images_in_table, pictures_at, read_picture
 from support.labelled_images import LABELS, PIXELS, write_folder
 
 # --- folders with a subfolder for each class

@@ -12,6 +12,8 @@ from spmd_engine.jobs.run_job import keep_tokenizer
 from spmd_engine.training import TrainConfig
 from support.token_files import SMALL_TEXT, prepared
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 
 def test_a_run_neither_begins_nor_goes_on_with_a_damaged_file(pairs, tmp_path):
     path = tmp_path / "x.tokens"

@@ -77,7 +77,7 @@ MODELS = {
     "two layers": two_layers(10, 13),
     "deep": deep_mlp(12, 6),
 }
-STEPS = 3
+STEPS = 2
 one_device = cache(lambda name, **options: train(MODELS[name], {"data": 1}, steps=STEPS, **options)[0])
 
 

@@ -26,7 +26,7 @@ class Batch:
 
     def __init__(self, config, size, items, more=()):
         self.config, self.size, self.more = config, size, more
-        self.waiting, self.reports = {}, {}
+        self.waiting, self.reports, self.last = {}, {}, {}
         self.job = None
         self.add(items)
 
@@ -105,6 +105,10 @@ class Batch:
             if isinstance(report.longrepr, list):  # place and reason of a skip; JSON turned the tuple into a list
                 report.longrepr = tuple(report.longrepr)
             self.reports[report.nodeid].append(report)
+            self.last[report.nodeid] = report.when, report.passed
+        elif event == "passed":  # a setup or a teardown, without a report
+            nodeid, when = content
+            self.last[nodeid] = when, True
         elif event == "warning":
             self.warn(*content)
         else:
@@ -171,10 +175,9 @@ class Batch:
         )
 
     def _next_phase(self, nodeid):
-        if not self.reports[nodeid]:
+        if nodeid not in self.last:
             return "setup"
-        last = self.reports[nodeid][-1]
-        return "call" if last.when == "setup" and last.passed else "teardown"
+        return "call" if self.last[nodeid] == ("setup", True) else "teardown"
 
     def _all_ranks_finished(self, nodeid):
         ranks = {note["rank"] for note in self._notes() if (note["nodeid"], note["when"]) == (nodeid, "teardown")}

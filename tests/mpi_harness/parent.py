@@ -56,10 +56,11 @@ class Parent:
             self.crew = Crew(item.config, list(self.remote.values()), self.jobs)
         reports = self.crew.reports_of(item)
         location = reports[0].location  # that of the item would be searched for in its file
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=location)
+        hook = item.config.hook  # that of the item is made for each use
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=location)
         for report in reports:
-            item.ihook.pytest_runtest_logreport(report=report)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=location)
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=location)
         return True
 
     def pytest_sessionfinish(self):

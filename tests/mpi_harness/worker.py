@@ -9,6 +9,7 @@ import time
 
 START_S = 180  # from the launch to the first test
 GARBAGE = 10_000  # allocations minus deallocations that start a collection of the youngest generation; 700 by default
+QUICK_S = 0.05  # setups and teardowns that pass sooner have no reports, which cost a tenth of a small test each
 LATE_S = 1  # tolerance of a limit, since setting it starts a thread, three times per small test
 
 
@@ -49,8 +50,11 @@ class Worker:
             self.events.write(json.dumps([event, content], default=str) + "\n")
 
     def _tell_report(self, report):
-        to_serializable = self.config.hook.pytest_report_to_serializable
-        self._tell("report", to_serializable(config=self.config, report=report))
+        if report.when != "call" and report.passed and not report.sections and report.duration < QUICK_S:
+            self._tell("passed", [report.nodeid, report.when])
+        else:
+            to_serializable = self.config.hook.pytest_report_to_serializable
+            self._tell("report", to_serializable(config=self.config, report=report))
 
     def pytest_warning_recorded(self, warning_message, when, nodeid, location):
         kind, text = warning_message.category.__name__, str(warning_message.message)

@@ -9,11 +9,11 @@ def test_transports_on_a_mesh_by_axis():
     lines = transports_on_mesh("all_gather", {"data": 4, "model": 2}, nodes=2)
     assert lines == [
         "over data (4 ranks on 2 nodes):",
-        f"  up to 4.00 KiB inline with the agreement; else {nodes}",
+        f"  up to 2.00 KiB inline with the agreement; else {nodes}",
         "over model (2 ranks on 1 node):",
         "  up to 256.00 KiB inline with the agreement; else shared memory",
         "over data,model (8 ranks on 2 nodes):",
-        f"  up to 2.00 KiB inline with the agreement; else {nodes}",
+        f"  up to 512 B inline with the agreement; else {nodes}",
         "on GPUs: NCCL, if each rank has its own; else see --transport of train",
     ]
 
@@ -21,7 +21,7 @@ def test_transports_on_a_mesh_by_axis():
 def test_thresholds_are_those_of_the_tuning():
     words = transports_by_size("broadcast", [0, 1, 2, 3], Tuning(with_agreement=1 << 10, at_once=1 << 12))
     assert words == [
-        "up to 256 B inline with the agreement",
+        "up to 341 B inline with the agreement",
         "below 16.00 KiB messages in log2(n) rounds",
         "else messages",
     ]

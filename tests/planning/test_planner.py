@@ -348,9 +348,10 @@ def test_an_alternative_is_compared_by_what_is_known_of_both_plans():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ranks": "2"}, "plan: ranks is '2'; give a number"),
+        ({"ranks": "2"}, "plan: ranks is '2'; give a whole number"),
         ({"ranks": 0}, "plan: ranks is 0; it must be from 1"),
-        ({"ranks": 2, "batch_size": []}, "plan: batch_size is empty; it must be from 1"),
+        ({"ranks": 10**12, "machine": "a100"}, "machine a100 has 1048576 ranks, fewer than 1000000000000"),
+        ({"ranks": 2, "batch_size": []}, "plan: batch_size is empty; give a whole number"),
         ({"mesh": "data=2"}, "plan: mesh is 'data=2'; give axes with their sizes"),
         ({"model": 3, "ranks": 2}, "plan: model is 3; give a Model, or its name"),
         ({"ranks": 2, "batch_size": "x"}, "plan: batch_size is 'x'; give a whole number"),

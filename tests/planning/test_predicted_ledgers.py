@@ -21,7 +21,7 @@ from support.pairwise import in_turn
 from support.real_steps import ledgers
 
 LAYERS = Path(__file__).parents[2] / "docs" / "layers.md"
-GPT = gpt(replace(tiny.SIZE, layers=3))
+GPT, GPT_OF_TWO = gpt(replace(tiny.SIZE, layers=3)), gpt(tiny.SIZE)
 GPT_RING = gpt(tiny.SIZE, context_method="ring")
 GPT_ULYSSES = gpt(tiny.SIZE, context_method="ulysses")
 GPT_UNTIED = gpt(replace(tiny.SIZE, tied=False))
@@ -35,10 +35,10 @@ ADAPTED = with_adapters(
 CONVNET = convnet(ImageShape(), "convnet")
 
 CASES = [
-    (GPT, "data=3", {"zero": 3, "group_threshold": 1500, "recompute": "block"}),
-    (GPT, "model=3", {"shares": "model=2:0:1", "sequence_parallel": True, "recompute": "attention"}),
-    (GPT, "data=2,model=2", {"shares": "model=1:5", "zero": 2}),  # which shards are uneven depends on model
-    (GPT, "data=2,pipe=2,model=1|2", {"zero": 3, "sequence_parallel": True}),
+    (GPT_OF_TWO, "data=3", {"zero": 3, "group_threshold": 1500, "recompute": "block"}),
+    (GPT_OF_TWO, "model=3", {"shares": "model=2:0:1", "sequence_parallel": True, "recompute": "attention"}),
+    (GPT_OF_TWO, "data=2,model=2", {"shares": "model=1:5", "zero": 2}),  # which shards are uneven depends on model
+    (GPT_OF_TWO, "data=2,pipe=2,model=1|2", {"zero": 3, "sequence_parallel": True}),
     (GPT, "pipe=3", {"overlap_layers": "2", "group_threshold": 500}),
     (CONVNET, "pipe=2,data=2", {"overlap_layers": "2", "zero": 1}),
     (ADAPTED, "data=2,model=2", {"zero": 3, "group_threshold": 1500}),

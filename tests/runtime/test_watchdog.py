@@ -202,7 +202,7 @@ def reports_a_hang(monkeypatch, caplog):
     monkeypatch.setattr(watchdog_module, "AGAIN", 1e6)  # the test may notice the report late
     activity = Activity()
     activity.waits(activity.line((0, 1)), 1, activity.called("all_reduce", "data", ""), timeout=1e-6)
-    watchdog = Watchdog(activity, [Record(0, activity.memory)], 0, 2)
+    watchdog = Watchdog(activity, 0, 2)
     while watchdog._thread.is_alive() and not activity.records[0].reported:
         time.sleep(0.01)
     watchdog.stop()
@@ -246,7 +246,8 @@ def test_a_node_that_answers_late_does_not_report_the_hang_again(caplog, monkeyp
             activity.waits(activity.line((0, 1)), 1, activity.called("all_reduce", "data", ""), timeout=1e-6)
         for rank in (1, 0):
             record = Record(rank, ranks[rank].memory)
-            watchdogs.append(Watchdog(ranks[rank], [record], rank, 2, wires[rank]))
+            ranks[rank].records = [record]
+            watchdogs.append(Watchdog(ranks[rank], rank, 2, wires[rank]))
             while len(wires[rank].sent) < (2 if rank else 1):
                 time.sleep(0.01)
             wires[0].reported = time.monotonic() - wires[1].sent[-1][0].reported_seconds
@@ -260,7 +261,7 @@ def test_a_node_that_answers_late_does_not_report_the_hang_again(caplog, monkeyp
 
 def test_a_node_whose_waits_have_ended_does_not_report_the_hang_of_others_again():
     activity, wire = Activity(bytearray(SIZE)), Wire()
-    watchdog = Watchdog(activity, [Record(0, activity.memory)], 0, 2, wire)
+    watchdog = Watchdog(activity, 0, 2, wire)
     watchdog.stop()
     wire.begun = [time.monotonic() - 100]
     assert watchdog._should_report([])

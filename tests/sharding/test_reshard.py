@@ -70,7 +70,7 @@ def test_pairs_without_being_told_the_shape(axes, pairs):
     on_mesh(axes, body)
 
 
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", [pytest.param(True, marks=pytest.mark.soak), False])  # compared above, too
 def test_without_comparing_calls(check):
     whole = numbered((5, 6, 7))
 

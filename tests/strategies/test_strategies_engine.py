@@ -20,7 +20,7 @@ from spmd_engine.training import Trainer
 from support.pages import HEADS, LAYERS, D, F, S, build, case_id, data, one_rank, single
 from support.pairwise import in_turn
 
-STEPS = 4
+STEPS = 3  # the loss of the last depends on the state with which the second one is made
 
 
 def trainer_of(engine, strategy, first_step=0):
@@ -86,7 +86,7 @@ def test_a_checkpoint_of_one_goes_on_as_another(saving, loading, tmp_path):
             return losses
 
     losses = (
-        run_threads(partial(program, saving, 4, 0, 2), 4)[0] + run_threads(partial(program, loading, 3, 2, STEPS), 3)[0]
+        run_threads(partial(program, saving, 4, 0, 1), 4)[0] + run_threads(partial(program, loading, 3, 1, STEPS), 3)[0]
     )
     np.testing.assert_allclose(losses, expected, rtol=1e-10)
 

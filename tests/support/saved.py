@@ -1,6 +1,8 @@
-"""The arrays of a run's newest checkpoint."""
+"""The arrays of a run's newest checkpoint, and a manifest."""
 
-from spmd_engine.checkpoints import Checkpoint
+from io import BytesIO
+
+from spmd_engine.checkpoints import Checkpoint, Manifest
 
 
 def parameters(folder):
@@ -16,3 +18,8 @@ def state(folder):
 def everything(folder):
     """Bytes by name, equal if and only if the newest checkpoints of two runs have the same bits."""
     return {name: array.tobytes() for name, array in {**parameters(folder), **state(folder)}.items()}
+
+
+def manifest(text):
+    """The manifest in a text, which errors call "here"."""
+    return Manifest.parse(BytesIO(text.encode()), "here")

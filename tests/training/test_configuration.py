@@ -52,6 +52,7 @@ def test_what_json_leaves_out_has_its_default():
         ),
         ({"version": 1, "model": {"name": None}}, "model: name is None: it must be a text"),
         ({"version": 1, "composition": {"mesh": {"data": "two"}}}, "composition: mesh axis 'data' has size 'two'"),
+        ({"version": 1, "composition": {"offload_dir": ""}}, "composition: offload_dir is empty: give a value, or"),
         ({"version": 1, "composition": {"compress": "zip"}}, "composition: .*zip"),
         ({"version": 1, "composition": {"stages": "odd"}}, "composition: cannot read stages 'odd'"),
     ],

@@ -13,6 +13,7 @@ import pytest
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import UsageError
+from spmd_engine.formats.text_documents import find_files
 from spmd_engine.formats.token_file import is_token_file
 from spmd_engine.tokens.tokenizer import END_OF_FILE, ByteTokenizer
 from spmd_engine.training.data.corpus import Corpus, load_corpus
@@ -53,6 +54,19 @@ def test_every_rank_has_the_same_tokens(folder):
         assert corpus.sha256 == corpora[0].sha256 and corpus.files == 45
         assert np.array_equal(corpus.train, corpora[0].train)
         assert np.array_equal(corpus.validation, corpora[0].validation)
+
+
+@pytest.mark.parametrize(
+    "target, message", [("..", "a folder, which is not read"), ("none.txt", "no file: restore it")]
+)
+def test_a_link_that_is_not_read_is_refused(folder, target, message):
+    (folder / "00.txt").rename(folder / ".moved")
+    (folder / "00.txt").symlink_to(".moved")  # as in the caches of files that are fetched
+    assert len(find_files([str(folder)])) == load_corpus_of(str(folder)).files == 45
+    (folder / "link.txt").symlink_to(target)
+    for read in (lambda: load_corpus_of(str(folder)), lambda: find_files([str(folder)])):
+        with pytest.raises(UsageError, match=f"link.txt is a link to {message}"):
+            read()
 
 
 def test_one_file_in_twenty_is_held_out_whole(folder):

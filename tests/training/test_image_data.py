@@ -250,7 +250,7 @@ def test_floats_with_mean_0_and_variance_1_are_taken_as_they_are(tmp_path):
 
 def test_a_file_that_one_rank_cannot_see_is_an_error_on_all(tmp_path, monkeypatch):
     from spmd_engine.comm.world import world
-    from spmd_engine.formats import MappedArray
+    from spmd_engine.formats.tensor import MappedArray
 
     opened = MappedArray.open
 

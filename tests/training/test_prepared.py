@@ -24,6 +24,8 @@ from spmd_engine.training.workload import make_trainer, open_workload
 from support import tiny
 from support.token_files import PAIRS, TEXTS, KeptTokenizer, prepared
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 
 def documents_in(file):
     begins = [0, *file.ends[:-1]]

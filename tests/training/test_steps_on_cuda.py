@@ -79,7 +79,11 @@ def test_an_engine_with_parameters_on_the_host_is_refused(cuda):
         run_threads(lambda: make_engine(OnHost, Mesh(), device="cuda"), 1)
 
 
-@pytest.mark.parametrize("axes, how", [({"data": 3}, {"zero": 3}), ({"pipe": 3}, {}), ({"context": 3}, {})], ids=str)
+@pytest.mark.parametrize(
+    "axes, how",
+    [({"data": 3}, {"zero": 3}), ({"pipe": 3}, {}), pytest.param({"context": 3}, {}, marks=pytest.mark.soak)],
+    ids=str,
+)
 def test_the_host_of_a_rank_waits_as_often_with_others_by_nccl(axes, how, cuda, monkeypatch):
     """Twice in a step, for the norm of the gradient and the loss: never for a collective or a message."""
     monkeypatch.setattr(fake_cupy.Device, "pci_bus_id", property(lambda _: f"{get_ident()}"))

@@ -103,17 +103,20 @@ def _entry(name: str, result: compiler.CompileResult) -> ir.Module:
     count = sum(kind.count if isinstance(kind, types.UniTuple) else 1 for kind in kinds)
     unless(builder.icmp_signed("==", entry.args[2], LONG(count)), f"takes {count} arguments, a tuple's one by one")
     arguments = (builder.load(builder.gep(entry.args[1], [LONG(place)])) for place in range(count))
+
+    def number(kind: types.Type) -> Any:
+        if kind == types.float32:
+            return builder.fptrunc(python.float_as_double(next(arguments)), ir.FloatType())
+        return python.long_as_longlong(next(arguments))
+
     values = []
     for kind in kinds:
         if isinstance(kind, types.Array):
             values.append(_array(context, builder, kind, next(arguments), unless))
         elif isinstance(kind, types.UniTuple):
-            numbers = [python.long_as_longlong(next(arguments)) for _ in range(kind.count)]
-            values.append(cgutils.pack_array(builder, numbers))
-        elif kind == types.float32:
-            values.append(builder.fptrunc(python.float_as_double(next(arguments)), ir.FloatType()))
+            values.append(cgutils.pack_array(builder, [number(kind.dtype) for _ in range(kind.count)]))
         else:
-            values.append(python.long_as_longlong(next(arguments)))
+            values.append(number(kind))
     with builder.if_then(cgutils.is_not_null(builder, python.err_occurred()), likely=False):
         builder.ret(python.get_null_object())  # an argument is not a number
     state = python.save_thread()

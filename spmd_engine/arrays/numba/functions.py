@@ -12,21 +12,12 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
-from spmd_engine.arrays.factors import adamw_factors
+from spmd_engine.arrays.factors import OF_HALVES, adamw_factors
 
 #: Functions whose arrays, other than statistics and parameters, may be bfloat16.
-_OF_BFLOAT16 = {
-    "relu",
-    "gelu",
-    "silu_gate",
-    "rotate",
-    "layer_norm",
-    "layer_norm_backward",
-    "rms_norm",
-    "rms_norm_backward",
-}
-_OF_BFLOAT16 |= {"layer_norm_backward_parameters", "rms_norm_backward_scale", "products_of_rows", "kept_where"}
+_OF_BFLOAT16 = OF_HALVES | {"products_of_rows", "kept_where"}
 _FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(bfloat16)
+_NO_PAIRS = np.empty((1, 0), np.float32)
 _SUMMED = 1024  # rows that are added one by one: a million would lose two more digits
 
 logger = logging.getLogger(__name__)
@@ -161,7 +152,8 @@ class FastFunctions:
     def rms_norm(self, x, scale, epsilon):
         shape, dtype = x.shape, x.dtype
         results = self._empty(shape, dtype), self._empty(shape, dtype), self._empty(shape[:-1], _FLOAT32)
-        self._run("rms_norm", x, _spread(scale, shape[-1:]), epsilon, *results)
+        scale = scale if scale.shape == shape[-1:] else _spread(scale, shape[-1:])
+        self._run("rms_norm", x, scale, epsilon, *results)
         return results
 
     def rms_norm_backward(self, dy, normal, inverse, scale):
@@ -216,10 +208,17 @@ class FastFunctions:
         loop_for(self._loops, "softmax_backward", y)(ds, p, _of_columns(projection, ds), scale, y)
         return y
 
-    def attend_to_all(self, q, k, v, columns):
-        first, end = columns.start, columns.stop
+    def attend_to_all(self, q, k, v, keys, values, columns, turn):
+        (cosine, sine), neighbours = turn or ((_NO_PAIRS, _NO_PAIRS), False)
+        first, end, pairs = columns.start, columns.stop, cosine.shape[-1]
         y, scores = self._empty(q.shape, q.dtype), self._empty(end - first, q.dtype)
-        self._run("attend_to_all", q, k, v, first, end, q.shape[-1] ** -0.5, scores, y)
+        apart, scale = 1 if neighbours else pairs, q.shape[-1] ** -0.5
+        if pairs and len(cosine) != len(q):
+            return NotImplemented
+        try:
+            self._loops.attend_to_all(q, k, v, cosine, sine, apart, keys, values, first, end, scale, scores, y)
+        except TypeError:  # for the arrays that other loops copy, of which this one changes some
+            return NotImplemented
         return y
 
     def scores_of_targets(self, scores, targets, top):

@@ -24,11 +24,12 @@ from spmd_engine.arrays.factors import GELU_A, GELU_C
 
 f32 = np.float32
 
-# What loops take: contiguous arrays of 1, 2, 3 and 4 dimensions, numbers, and tuples of four.
+# What loops take: contiguous arrays of 1, 2, 3 and 4 dimensions, numbers, and tuples of them.
 Vector, Rows, Blocks, Images = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2, 3, 4))
 Flags, Indices = types.Array(types.boolean, 1, "C"), types.Array(types.int64, 1, "C")
 Halves, HalfRows = (types.Array(types.int16, dimensions, "C") for dimensions in (1, 2))  # the bits of bfloat16
-Number, Integer, Four = types.float32, types.int64, types.UniTuple(types.int64, 4)
+Number, Integer = types.float32, types.int64
+Four, Factors = types.UniTuple(types.int64, 4), types.UniTuple(types.float32, 7)
 
 
 @dataclass(frozen=True)
@@ -287,20 +288,9 @@ def rms_norm_backward_scale(dy: AnyRows, normal: AnyRows, dscale: Vector):
 
 
 @compiled
-def adamw(
-    p: Vector,
-    g: Vector,
-    mean: Vector,
-    square: Vector,
-    fresh: Number,
-    beta1: Number,
-    weight: Number,
-    beta2: Number,
-    epsilon: Number,
-    size: Number,
-    kept: Number,
-):
-    """A step of p[n], mean[n] and square[n], in place; the numbers are the factors of its update."""
+def adamw(p: Vector, g: Vector, mean: Vector, square: Vector, factors: Factors):
+    """A step of p[n], mean[n] and square[n], in place, with the factors of ``adamw_factors``."""
+    fresh, beta1, weight, beta2, epsilon, size, kept = factors
     for i in range(p.size):
         part = g[i] * fresh
         m = mean[i] * beta1 + part
@@ -386,19 +376,54 @@ def softmax_backward(ds: Blocks, p: Blocks, projection: Rows, scale: Number, y: 
                 y[h, t, j] = stored((ds[h, t, j] - projection[h, j]) * (p[h, t, j] * scale), y)
 
 
+@njit(fastmath={"contract", "arcp", "nsz"})  # rounded as in ``rotate_halves``, which is no sum
+def _turned(one, other, cosine, sine):
+    return one * cosine - other * sine, other * cosine + one * sine
+
+
 @compiled_sums
-def attend_to_all(q: Rows, k: Images, v: Images, first: Integer, end: Integer, scale: Number, scores: Vector, y: Rows):
-    """y[b s h k] of queries q[b s h k] that see the keys k[b t h k] with t from ``first`` to before ``end``; scores are
-    those of one query at a time."""
-    batch, _, heads, width = k.shape
-    queries = len(q) // (batch * heads)  # of each head
+def attend_to_all(
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    cosine: Rows,
+    sine: Rows,
+    apart: Integer,
+    keys: Images,
+    values: Images,
+    first: Integer,
+    end: Integer,
+    scale: Number,
+    scores: Vector,
+    y: Rows,
+):
+    """Write k[b h k], rotated, and v to column end - 1 of keys[b t h k] and values, and y[b h k] of queries q[b h k],
+    rotated, that see the columns from ``first`` to before ``end``. A pair of numbers to rotate, by cosine[b p] and
+    sine, is so far ``apart``: 1, or p. ``scores`` are those of one query at a time."""
+    batch, _, heads, width = keys.shape
+    pairs, queries = cosine.shape[1], len(q) // (batch * heads)  # of each head
+    step = 2 if apart == 1 else 1
+    for row in range(len(k)):
+        b, h = row // heads, row % heads
+        for j in range(width):
+            keys[b, end - 1, h, j], values[b, end - 1, h, j] = k[row, j], v[row, j]
+        for i in range(pairs):
+            j = step * i
+            one, other = k[row, j], k[row, j + apart]
+            keys[b, end - 1, h, j], keys[b, end - 1, h, j + apart] = _turned(one, other, cosine[b, i], sine[b, i])
     for row in range(len(q)):
         b, h = row // (heads * queries), row // queries % heads
+        for j in range(width):
+            y[row, j] = q[row, j]
+        for i in range(pairs):
+            j = step * i
+            one, other = q[row, j], q[row, j + apart]
+            y[row, j], y[row, j + apart] = _turned(one, other, cosine[b, i], sine[b, i])
         top, total = f32(-np.inf), f32(0)
         for t in range(first, end):
             x = f32(0)
             for j in range(width):
-                x += q[row, j] * k[b, t, h, j]
+                x += y[row, j] * keys[b, t, h, j]
             x *= scale
             scores[t - first] = x
             top = x if x > top or x != x else top
@@ -409,7 +434,7 @@ def attend_to_all(q: Rows, k: Images, v: Images, first: Integer, end: Integer, s
             total += scores[t - first]
         for t in range(first, end):
             for j in range(width):
-                y[row, j] += scores[t - first] * v[b, t, h, j]
+                y[row, j] += scores[t - first] * values[b, t, h, j]
         for j in range(width):
             y[row, j] /= total
 

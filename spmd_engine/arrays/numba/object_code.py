@@ -304,12 +304,8 @@ def _sign(path: Path, progress: str = "") -> None:
 
 # The tables of object code: Elf64_Shdr, Elf64_Sym and Elf64_Rela of Linux's elf.h.
 _SECTION = np.dtype(
-    {
-        "names": ["type", "flags", "offset", "size", "link", "info", "alignment"],
-        "formats": ["u4", "u8", "u8", "u8", "u4", "u4", "u8"],
-        "offsets": [4, 8, 24, 32, 40, 44, 48],
-        "itemsize": 64,
-    }
+    [("name", "u4"), ("type", "u4"), ("flags", "u8"), ("address", "u8"), ("offset", "u8"), ("size", "u8")]
+    + [("link", "u4"), ("info", "u4"), ("alignment", "u8"), ("entry", "u8")]
 )
 _SYMBOL = np.dtype(
     [("name", "u4"), ("info", "u1"), ("other", "u1"), ("section", "u2"), ("value", "u8"), ("size", "u8")]
@@ -354,7 +350,7 @@ def image_of(names: Iterable[str], code: bytes) -> Image:
     image, places, fixed = bytearray(), dict[int, int](), 0
     for writable in (0, _WRITABLE):
         fixed = len(image)
-        for number, (kind, flags, offset, size, _, _, alignment) in enumerate(sections.tolist()):
+        for number, (_, kind, flags, _, offset, size, _, _, alignment, _) in enumerate(sections.tolist()):
             if flags & (_LOADED | _WRITABLE) == _LOADED | writable:
                 image += bytes(-len(image) % alignment)
                 places[number] = len(image)

@@ -228,21 +228,21 @@ class RunLock:
         name = _name_in(handle)
         if name and not name.startswith("process "):
             raise UsageError(f"{self._path} is not the lock of a run: move it away; a run writes its name there")
-        owner = name.rpartition(", ")[0]
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise UsageError(
-                    f"{self._path.parent} is being written by another run{f' ({owner})' if owner else ''}. Wait until "
-                    "it has ended, or give another --run"
-                ) from None
+                raise UsageError(f"{self._taken_by(name)}. Wait until it has ended, or give another --run") from None
             logger.warning(
                 "%s: this file system has no locks (%s); start no second run there%s",
                 self._path,
                 error,
-                f", and see that the last one has ended: {owner}" if owner else "",
+                f", and see that the last one has ended: {owner}" if (owner := _owner(name)) else "",
             )
+
+    def _taken_by(self, name: str) -> str:
+        owner = _owner(name)
+        return f"{self._path.parent} is being written by another run{f' ({owner})' if owner else ''}"
 
     def check(self) -> None:
         """Raise UsageError if another run has since taken the folder, on a host that does not see the lock.
@@ -250,18 +250,12 @@ class RunLock:
         A missing folder is no error: a save makes it again.
         """
         try:
-            handle = open_regular(self._path, os.O_RDONLY)
+            name = _name_at(self._path)
         except FileNotFoundError:
             return
-        try:
-            name = _name_in(handle)
-        finally:
-            os.close(handle)
         if name != self._name:
-            owner = name.rpartition(", ")[0]
             raise UsageError(
-                f"{self._path.parent} is being written by another run{f' ({owner})' if owner else ''}, which has begun "
-                "after this one and does not see its lock. Stop one of the two"
+                f"{self._taken_by(name)}, which has begun after this one and does not see its lock. Stop one of the two"
             )
 
     def __exit__(self, *_: object) -> None:
@@ -278,17 +272,24 @@ class RunLock:
 def lock_owner(folder: Path) -> tuple[int, str] | None:
     """The process and the host that write a run to the folder, or were killed while they did; None if none does."""
     try:
-        handle = open_regular(folder / LOCK, os.O_RDONLY)
+        owner = _OWNER.match(_name_at(folder / LOCK))
     except (OSError, UsageError):
         return None
-    try:
-        owner = _OWNER.match(_name_in(handle))
-    finally:
-        os.close(handle)
     return (int(owner[1]), owner[2]) if owner else None
 
 
 _OWNER = re.compile(r"process (\d{1,9}) on (.*), ")
+
+
+def _owner(name: str) -> str:
+    """The process and the host in the name of a lock."""
+    return name.rpartition(", ")[0]
+
+
+def _name_at(path: Path) -> str:
+    """The name in a lock file."""
+    with open(open_regular(path, os.O_RDONLY)) as file:
+        return _name_in(file.fileno())
 
 
 def _name_in(handle: int) -> str:

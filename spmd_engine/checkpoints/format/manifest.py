@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import BytesIO
 from math import prod
 from typing import Any, BinaryIO, NamedTuple
 
@@ -29,7 +28,7 @@ from spmd_engine.checkpoints.format.blocks import HASH
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
 from spmd_engine.formats.safetensors_header import DTYPES, dtype_of
-from spmd_engine.sharding.rectangles import Rectangle, covers_once, intersected
+from spmd_engine.sharding.rectangles import Rectangle, covers_once
 
 FORMAT, VERSION = "spmd_engine checkpoint", 3
 #: Sections: parameters and buffers by name; optimizer state by kind/name; residues of single ranks by rank/name.
@@ -58,7 +57,7 @@ class Pieces:
 
     def __init__(self, bounds: np.ndarray, ranks: np.ndarray) -> None:
         self.bounds, self.ranks = bounds, ranks
-        self._faults: dict[tuple[int, ...], str] = {}
+        self._in_file: dict[tuple[int, int | None], tuple[int, int]] = {}
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -69,16 +68,12 @@ class Pieces:
         """The pieces that a rank writes, in the order in which they are in its file."""
         return [Rectangle(tuple(start), tuple(stop)) for start, stop in self.bounds[self.ranks == rank].tolist()]
 
-    def wrong_in(self, shape: tuple[int, ...]) -> str:
-        """As ``_wrong_with``, of these rectangles; the arrays that share them mostly have one shape."""
-        if shape not in self._faults:
-            self._faults[shape] = _wrong_with(shape, self.bounds)
-        return self._faults[shape]
-
     def in_file(self, rank: int, end: int | None = None) -> tuple[int, int]:
         """How many elements, and how many pieces, a rank writes, of all pieces or of those before number ``end``."""
-        mine = self.ranks[:end] == rank
-        return int(self.sizes[:end][mine].sum()), int(np.count_nonzero(mine))
+        if (rank, end) not in self._in_file:  # equal arrays ask for the same
+            mine = self.ranks[:end] == rank
+            self._in_file[rank, end] = int(self.sizes[:end][mine].sum()), int(np.count_nonzero(mine))
+        return self._in_file[rank, end]
 
 
 def file_name(section: str, rank: int) -> str:
@@ -248,12 +243,16 @@ class Section(Mapping[str, StoredArray]):
         sha256 = self.files.sha256[64 * number :][:64]
         return StoredFile(file_name(self.name, rank), end, blocks, sha256, self._hashes.get(rank))
 
-    def check(self, where: str) -> None:
-        """Raise CheckpointError unless each array has each element once, in a file."""
+    def check(self, where: str, sound: set[tuple[int, tuple[int, ...]]]) -> None:
+        """Raise CheckpointError unless each array has each element once, in a file.
+
+        ``sound`` has the pieces, by ``id``, and the shapes that are known to fit each other.
+        """
         for ranks, order in ((None, self.shared), *self.own):
             for name, (shape, _, pieces) in order.arrays.items():
-                if fault := pieces.wrong_in(shape):
+                if (id(pieces), shape) not in sound and (fault := _wrong_with(shape, pieces.bounds)):
                     raise CheckpointError(f"{where} {name}{list(shape)}: {fault}")
+                sound.add((id(pieces), shape))
             for pieces in order.pieces:
                 writers = pieces.ranks if ranks is None else np.array(ranks, np.int64)[: len(pieces.ranks) * len(ranks)]
                 places = np.searchsorted(self.files.ranks, writers)
@@ -278,7 +277,7 @@ class Manifest:
         return sum(array.nbytes for arrays in self.sections.values() for array in arrays.values())
 
     def text(self) -> str:
-        """The content of the file, which ``read`` reads."""
+        """The content of the file, which ``parse`` reads."""
         numbers: dict[tuple[bytes, bytes], int] = {}  # equal pieces have one
         lines: list[str] = []
 
@@ -307,12 +306,7 @@ class Manifest:
         return "".join((head, "\n", ",\n".join(lines), "\n", before, f',"sha256":"{digest}"', after, "\n"))
 
     @classmethod
-    def parse(cls, text: str | bytes, where: str) -> Manifest:
-        """As ``read``, of a text."""
-        return cls.read(BytesIO(text.encode() if isinstance(text, str) else text), where)
-
-    @classmethod
-    def read(cls, file: BinaryIO, where: str) -> Manifest:
+    def parse(cls, file: BinaryIO, where: str) -> Manifest:
         """Read and check a manifest. Raises CheckpointError, naming its place ``where``, if it is invalid."""
 
         def refuse(why: str) -> CheckpointError:
@@ -349,8 +343,9 @@ class Manifest:
             raise refuse(f"{type(error).__name__}: {error}") from error
         if MODEL not in manifest.sections:
             raise refuse(f"it has no section {MODEL!r}")
+        sound: set[tuple[int, tuple[int, ...]]] = set()  # most arrays share theirs with others
         for section in manifest.sections.values():
-            section.check(f"{where}: {section.name}")
+            section.check(f"{where}: {section.name}", sound)
         return manifest
 
     def file_names(self, part: slice = slice(None)) -> list[str]:
@@ -363,7 +358,7 @@ class Manifest:
         return self.sections[section].file(int(number.partition(".")[0]))
 
 
-_INVALID = KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError
+_INVALID = AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError, RecursionError
 
 
 def _read_lines(file: BinaryIO) -> tuple[Any, list[Pieces]] | None:
@@ -420,29 +415,22 @@ def _section(name: str, content: Mapping[str, Any], pieces: Sequence[Pieces], ve
 
 def _section_of_blocks(name: str, content: Mapping[str, Any]) -> Section:
     """A section of version 1, in which each array lists its blocks, with their files, offsets and hashes."""
-    arrays, offsets = {}, {}
-    firsts: dict[int, int] = {}
-    hashes: dict[int, bytes] = {}
+    arrays, places = {}, []
+    files: dict[int, tuple[int, bytes]] = {}  # the first offset, and the hashes, by rank
     for array, listed in content.items():
-        bounds, ranks = [], []
-        for start, stop, file, offset, sha256 in listed["blocks"]:
-            ranks.append(rank := int(file.partition("-")[2].partition(".")[0]))
-            if file != file_name(name, rank):
-                raise ValueError(f"a block of {name} in {file}")
-            bounds.append((start, stop))
-            firsts.setdefault(rank, _whole_number(offset))
-            hashes[rank] = hashes.get(rank, b"") + bytes.fromhex(_match(_HASHES, sha256))
-        shape = _shape(listed["shape"], listed["dtype"])
-        flat = [number for ends in bounds for numbers in ends for number in numbers]
-        pieces = Pieces(_numbers(flat).reshape(len(ranks), 2, len(shape)), _numbers(ranks))
+        shape, ranks = _shape(listed["shape"], listed["dtype"]), []
+        for _, _, file, offset, sha256 in listed["blocks"]:
+            places.append((file, offset))
+            ranks.append(int(file.partition("-")[2].partition(".")[0]))
+            first, hashes = files.get(ranks[-1], (offset, b""))
+            files[ranks[-1]] = first, hashes + bytes.fromhex(_match(_HASHES, sha256))
+        bounds = _numbers([number for start, stop, *_ in listed["blocks"] for number in (*start, *stop)])
+        pieces = Pieces(bounds.reshape(len(ranks), 2, len(shape)), _numbers(ranks))
         arrays[_text(array)] = shape, listed["dtype"], pieces
-        offsets[array] = [offset for *_, offset, _ in listed["blocks"]]
-    ranks = np.array(sorted(firsts), np.int64)
-    files = Files(ranks, np.array([firsts[rank] for rank in ranks.tolist()], np.int64), "0" * 64 * len(ranks))
-    section = Section(name, arrays, files, hashes=hashes)
-    for array, expected in offsets.items():
-        if [block.offset for block in section[array].blocks] != expected:
-            raise ValueError(f"the blocks of {array} are not where they should be")
+    columns = Files(_numbers(sorted(files)), _numbers([files[rank][0] for rank in sorted(files)]), "")
+    section = Section(name, arrays, columns, hashes={rank: hashes for rank, (_, hashes) in files.items()})
+    if [(block.file, block.offset) for array in section.values() for block in array.blocks] != places:
+        raise ValueError(f"blocks of {name} are not where they should be")
     return section
 
 
@@ -456,7 +444,7 @@ def _pieces(content: Any, version: int) -> Pieces:
 def _shape(shape: Any, dtype: Any) -> tuple[int, ...]:
     if dtype not in DTYPES:
         raise ValueError(f"a dtype {dtype!r}")
-    shape = tuple(_numbers(shape).tolist())
+    shape = tuple(map(_whole_number, shape))
     if len(shape) > _MOST_DIMS or prod(shape) >= _LARGEST:
         raise ValueError(f"an array of shape {shape}")
     return shape
@@ -511,18 +499,13 @@ def _numbers(content: Any) -> np.ndarray:
 
 def _wrong_with(shape: tuple[int, ...], bounds: np.ndarray) -> str:
     """The reason why the rectangles ``bounds[rectangles 2 dims]`` do not hold each element once, or ""."""
-    if not len(bounds) and not prod(shape):
-        return ""
-    outside = np.ones(len(bounds), bool)
-    if bounds.shape[2] == len(shape):
+    has_dims, outside = bounds.shape[2] == len(shape), np.ones(len(bounds), bool)
+    if has_dims:
         outside = ((bounds[:, 0] > bounds[:, 1]) | (bounds[:, 1] > shape)).any(axis=1)
-        if not outside.any() and covers_once(bounds, shape):
-            return ""
-    blocks = [Rectangle(*map(tuple, ends)) for ends in bounds.tolist()]
     if outside.any():
-        return f"a block {blocks[outside.argmax()]} is no part of it"
-    for number, block in enumerate(blocks):
-        shared = intersected(bounds[number : number + 1], bounds[number + 1 :])[0]
-        if shared.any():
-            return f"{block} and {blocks[number + 1 + shared.argmax()]} overlap; each element is once"
-    return f"its blocks hold {sum(block.size for block in blocks)} of {prod(shape)} elements"
+        return f"a block {Rectangle(*map(tuple, bounds[outside][0].tolist()))} is no part of it"
+    if covers_once(bounds, shape) if has_dims else not prod(shape):
+        return ""
+    total = int((bounds[:, 1] - bounds[:, 0]).prod(axis=1).sum())
+    fault = "overlap" if total >= prod(shape) else "do not cover it"
+    return f"its blocks {fault}: they hold {total} of {prod(shape)} elements"

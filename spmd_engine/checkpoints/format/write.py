@@ -41,19 +41,14 @@ class BlockToWrite(NamedTuple):
     read: Callable[[], Array]
 
 
-class WrittenFile(NamedTuple):
-    """A file of blocks, which follow each other without gaps."""
-
-    first: int  #: the byte at which the first block begins
-    hashes: bytes  #: the SHA-256 of the blocks, one after another
-
-
 #: The name of the last tensor of a file, U8[blocks 32]: the SHA-256 of each block before it.
 HASHES = "sha256"
 
 
-def write_files(files: Mapping[Path, Sequence[BlockToWrite]], facts: Mapping[str, str]) -> list[WrittenFile]:
+def write_files(files: Mapping[Path, Sequence[BlockToWrite]], facts: Mapping[str, str]) -> list[tuple[int, bytes]]:
     """Write new files of blocks one after the other, and flush them to the disk. Block names are unique in a file.
+
+    Returns, for each file, the byte at which its first block begins, and the SHA-256 of the hashes of its blocks.
 
     A file takes memory for at most ``AHEAD`` windows until it is written, besides copies of blocks on a device and of
     those that are not contiguous. Threads hash, check and write the blocks while the disk works; the slower of the two
@@ -66,7 +61,7 @@ def write_files(files: Mapping[Path, Sequence[BlockToWrite]], facts: Mapping[str
             try:
                 # the next begins when the windows of this one are free
                 begun = [_begin(path, blocks, facts, threads, files_begun) for path, blocks in files.items()]
-                return [WrittenFile(first, hashes.result()) for first, hashes in begun]
+                return [(first, digest.result()) for first, digest in begun]
             except BaseException as error:  # also Ctrl-C: writes that have not begun are cancelled
                 threads.shutdown(wait=False, cancel_futures=True)
                 for file in files_begun:
@@ -84,7 +79,7 @@ def _begin(
     threads: ThreadPoolExecutor,
     opened: list[NewFile],
 ) -> tuple[int, Future[bytes]]:
-    """Begin to write a file on threads and add it to ``opened``. Return what ``WrittenFile`` says, in the future."""
+    """Begin to write a file on threads and add it to ``opened``. Return as ``write_files``, in the future."""
     tensors = [(block.name, dtype_name(block.dtype, block.name), block.shape) for block in blocks]
     head, offsets = header([*tensors, (HASHES, "U8", (len(blocks), HASH))], facts)
     file = NewFile(path, offsets[-1])
@@ -100,14 +95,14 @@ def _begin(
 
 
 def _write_hashes(file: NewFile, offset: int, hashes: Sequence[Future[bytes]]) -> bytes:
-    """Write the hashes of a file's blocks behind them, and return them."""
+    """Write the hashes of a file's blocks behind them, and return the SHA-256 of all."""
     try:
         table = b"".join(digest.result() for digest in hashes)
         file.put(offset, np.frombuffer(table, np.uint8))
     except BaseException as error:
         file.fail(error)
         raise
-    return table
+    return hashlib.sha256(table).digest()
 
 
 def _write(file: NewFile, offset: int, name: str, host: np.ndarray) -> bytes:

@@ -1,7 +1,7 @@
 """Agreement of ranks on a call before data move, so that a mismatch is an error instead of a hang.
 
 Each rank has the Signature of its call. Ranks of one node exchange signatures in the slot table; ranks of several
-nodes, in log2(n) rounds of messages (``signature.disseminate``).
+nodes, in a tree of messages (``tree``).
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.agreement.signature import NumberedCall, Signature, Signatures, common, disseminate, room
+from spmd_engine.comm.agreement.signature import NumberedCall, Signature, Signatures, common, room
+from spmd_engine.comm.agreement.tree import Rows, agree
 from spmd_engine.comm.connections import Connections
 from spmd_engine.comm.exchange import AGREEMENT, EXPLANATION, exchange, tag
 from spmd_engine.comm.pending import RanksEnded, Steps
-from spmd_engine.comm.rounds import Payload
 from spmd_engine.comm.shared_memory.slot_table import Entries
 from spmd_engine.errors import MismatchError, RankAborted, UsageError
 
@@ -34,12 +33,33 @@ class Agreed(NamedTuple):
     sizes_known: bool  #: whether the callers of all ranks passed the lengths of the others' arrays
     host: bool  #: whether all arrays are in host memory
     most: int  #: bytes of the largest array of any rank
-    blocks: Sequence[Any]  #: arrays of all ranks, in rank order, if they were sent inline; otherwise empty
+    blocks: Sequence[Any]  #: arrays of all ranks, in rank order, if they were sent inline on one node; otherwise empty
     root: Signature  #: of the root's call in a broadcast; otherwise of this rank's call
     entries: Entries | None = None  #: of this node's ranks in their slot table, if there is one
     signatures: Signatures | None = None  #: of all ranks, if they are on one node
     device: bool = False  #: whether all arrays are on devices
-    payload: Payload | None = None  #: of the reduction that travelled with the agreement, if it did
+    answer: np.ndarray | None = None  #: the bytes that this rank has got between nodes, if arrays were sent inline
+
+
+class Inline(NamedTuple):
+    """What becomes of small arrays that travel with the agreement between nodes; see ``tree.agree``."""
+
+    dtype: np.dtype  #: in which they travel
+    size: int  #: bytes of all of them, combined
+    combine: Rows = np.concatenate
+    answer: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
+    places: Sequence[slice] | None = None
+    keeps: bool = False
+    part: Callable[[Any, int], Any] | None = None  #: what of an array is sent; of two ranks, to this one
+
+    def row(self, blocks: Sequence[Any], rank: int) -> np.ndarray:
+        """What a rank gets of the arrays of this node's ranks."""
+        parts = [self.part(block, rank) for block in blocks] if self.part is not None else blocks
+        return self.combine([np.ascontiguousarray(x, self.dtype).reshape(-1).view(np.uint8) for x in parts])
+
+    def complete_answer(self, rows: np.ndarray) -> np.ndarray:
+        """The answer; empty if some ranks sent nothing inline."""
+        return self.answer(rows) if rows.size == self.size else rows[:0]
 
 
 class Agreement:
@@ -56,13 +76,12 @@ class Agreement:
         x: Array | None,
         readable: np.ndarray | None = None,
         result: np.ndarray | None = None,
-        reduction: Callable[[Sequence[Any]], Payload | None] = lambda blocks: None,
+        inline: Inline | None = None,
     ) -> Steps:
         """Agree with all ranks on call ``number``; returns an Agreed.
 
-        ``reduction``: makes the payload from the arrays of this node's ranks, or of this rank; None: ranks agree
-        without. ``x`` travels inline if the signature says so; for ``expected``, ``readable`` and ``result`` see
-        ``SlotTable.exchange``. If the calls do not match, all ranks raise the same error.
+        ``x`` travels inline if the signature says so, between nodes as ``inline``. For ``expected``, ``readable`` and
+        ``result`` see ``SlotTable.exchange``. If the calls do not match, all ranks raise the same error.
         """
         connections, table, entries, ended = self._connections, self._connections.node_table, None, None
         if table is not None:
@@ -77,7 +96,7 @@ class Agreement:
             else:
                 if table is connections.table:
                     return entries.agreed or self._on_one_node(signature, expected, number, x, entries)
-        return (yield from self._between_nodes(signature, number, x, entries, ended, reduction))
+        return (yield from self._between_nodes(signature, number, x, entries, ended, inline))
 
     def _on_one_node(
         self, signature: Signature, expected: Signatures, number: int, x: Array | None, entries: Entries
@@ -103,47 +122,35 @@ class Agreement:
         x: Array | None,
         entries: Entries | None,
         ended: RanksEnded | None,
-        reduction: Callable[[Sequence[Any]], Payload | None],
+        inline: Inline | None,
     ) -> Steps:
         """Agree between nodes: in lanes, for nodes that have agreed in their tables; otherwise among all ranks."""
-        comm, lanes, tuning = self._connections.comm, self._connections.lanes, self._connections.tuning
         local: Sequence[Signature] = [signature] if entries is None else entries.signatures.by_rank
         blocks: Sequence[Any] = [x] if entries is None else entries.blocks
         words = np.max([signature.words for signature in local], axis=0)
-        data = [b.tobytes() if s.inline and s.shape is not None else b"" for s, b in zip(local, blocks, strict=True)]
-        broadcasts = signature.operation == "broadcast"
-        if broadcasts:
-            row = next((s.packed + d for s, d in zip(local, data, strict=True) if s.shape is not None), b"")
-        else:
-            row = b"".join(data) if len(set(map(len, data))) == 1 else b""
-        alike = len({each.digest for each in local}) == 1 and all(block is not None for block in blocks)
-        payload = reduction(blocks) if signature.inline and alike and ended is None else None
-        row = b"" if payload is not None else row
-        words, rows, complete = yield from disseminate(
-            self._connections.senders,
-            words,
-            row,
-            tag(number, AGREEMENT),
-            most=max(tuning.with_agreement, tuning.repeated_with_agreement),
-            copies=broadcasts,
-            payload=payload,
-            ended=ended,
-        )
+        ranks, options, data = self._connections.senders, {}, np.empty(0, np.uint8)
+        if signature.operation == "broadcast":
+            for each, block in zip(local, blocks, strict=True):
+                if each.shape is not None:
+                    data = np.frombuffer(each.packed + (block.tobytes() if each.inline else b""), np.uint8)
+        elif inline is not None and all(each.inline for each in local) and len(set(map(np.size, blocks))) == 1:
+            data = inline.row(blocks, ranks.outer(ranks.size - 1 - ranks.rank))
+            options = {"combine": inline.combine, "answer": inline.complete_answer}
+            options |= {"places": inline.places, "keeps": inline.keeps}
+            if inline.part is not None and ranks.size == 2:
+                options["own"] = inline.row(blocks, self._connections.comm.rank)
+        tuning = self._connections.tuning
+        options |= {"most": tuning.inline_between(ranks.size), "joined": tuning.with_agreement, "ended": ended}
+        words, answer = yield from agree(ranks, words, data, tag(number, AGREEMENT), **options)
         same, alike, sizes_known, host, device, most = common(words)
         if not same or signature.operation == "refuse":
             yield from self._explain(signature, number, x)
-        root = signature
-        if broadcasts:
-            root, root_row = Signature.unpack(rows[0]), rows[0]
-            rows = [root_row[len(root_row) - root.inline :]] * comm.size if root.inline else None
-        elif rows is not None and signature.inline and alike and host:
-            rows = _order_by_rank(rows, lanes.nodes) if lanes else rows
-        else:
-            rows = None
-        shape, dtype = root.array_type
-        blocks = [np.frombuffer(row, dtype, prod(shape)).reshape(shape) for row in rows or ()]
-        payload = payload if complete else None
-        return Agreed(alike, sizes_known, host, most, blocks, root, entries, device=device, payload=payload)
+        root, complete = signature, alike and host and signature.inline > 0
+        if signature.operation == "broadcast":
+            root = Signature.unpack(answer.tobytes())
+            answer, complete = answer[answer.size - root.inline :], root.inline > 0
+        answer = answer if complete else None
+        return Agreed(alike, sizes_known, host, most, (), root, entries, device=device, answer=answer)
 
     def _explain(self, signature: Signature, number: int, x: Array | None) -> Steps:
         """Raise the same error on all ranks if their calls differ or a rank cannot make its call: each rank sends its
@@ -163,15 +170,6 @@ class Agreement:
             begin = _NUMBER.size + len(their_signature.packed)
             texts.append(row[begin : begin + their_signature.inline])
         _raise_shared_error(calls, texts, signature, self._axes, True)
-
-
-def _order_by_rank(rows: Sequence[bytes], nodes: Sequence[Sequence[int]]) -> list[bytes]:
-    """Rows by rank, from the rows of nodes, each of which joins the rows of the node's ranks."""
-    size, by_rank = len(rows[0]) // len(nodes[0]), [b""] * sum(map(len, nodes))
-    for node, row in zip(nodes, rows, strict=True):
-        for i, rank in enumerate(node):
-            by_rank[rank] = row[i * size : (i + 1) * size]
-    return by_rank
 
 
 # --- errors that all ranks raise

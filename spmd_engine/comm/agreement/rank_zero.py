@@ -19,6 +19,7 @@ from spmd_engine.comm.shared_memory.arena import ALIGNMENT, OwnMemory, mapped
 from spmd_engine.errors import UsageError
 
 T = TypeVar("T")
+Errors = type[Exception] | tuple[type[Exception], ...]
 
 
 def waits_outside(group: Group, what: str) -> AbstractContextManager[None]:
@@ -41,11 +42,7 @@ def on_rank_zero(group: Group, do: Callable[[], T], error: type[UsageError] = Us
 
 
 def on_all_ranks(
-    group: Group,
-    do: Callable[[], T],
-    error: type[UsageError] = UsageError,
-    *,
-    catch: type[Exception] | tuple[type[Exception], ...] = (UsageError, OSError),
+    group: Group, do: Callable[[], T], error: type[UsageError] = UsageError, *, catch: Errors = (UsageError, OSError)
 ) -> T:
     """Call ``do()`` on every rank. If any fails, all raise the error of the first such rank, as in ``on_rank_zero``. It
     names this rank unless all fail.
@@ -62,9 +59,7 @@ def on_all_ranks(
     return result  # type: ignore[return-value]
 
 
-def _attempt(
-    do: Callable[[], T], catch: type[Exception] | tuple[type[Exception], ...] = (UsageError, OSError)
-) -> tuple[T | None, bytes]:
+def _attempt(do: Callable[[], T], catch: Errors = (UsageError, OSError)) -> tuple[T | None, bytes]:
     """The result of ``do()``, or the text of its error."""
     try:
         return do(), b""

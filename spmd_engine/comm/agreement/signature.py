@@ -1,4 +1,4 @@
-"""The call of a rank as a signature, which ranks compare, and the exchange of signatures between nodes."""
+"""The call of a rank as a signature, which ranks compare."""
 
 from __future__ import annotations
 
@@ -14,19 +14,12 @@ import numpy as np
 
 from spmd_engine.arrays import dtypes
 from spmd_engine.comm.blocks import span
-from spmd_engine.comm.communicators.communicator import Communicator, MessagePart, Ranks
-from spmd_engine.comm.pending import TIMEOUT, Operation, RanksEnded, Steps
-from spmd_engine.comm.rounds import Payload, distances, shift
 
 MAX_DIMS = 16
 #: Indices in ``Signature.words``. Each of the first three is followed by its negative.
-_SAME, _ALIKE, _KNOWN, _HOST, _DEVICE, _MOST, _ENDED, _LACKS = 0, 2, 4, 6, 7, 8, 9, 10
+_SAME, _ALIKE, _KNOWN, _HOST, _DEVICE, _MOST, ENDED, BYTES = 0, 2, 4, 6, 7, 8, 9, 10
 _FORMAT = 2  # of marshal: equal values give equal bytes, and ``loads`` ignores bytes after them
 _DIGITS = 15  # most bytes of a marshalled number
-_LENGTH = 8  # bytes that hold the length of a row of ``copies``
-_LEAST = 1 << 13  # least bytes of room for rows: more than the description of a broadcast's array
-_TEXTS = 32763  # the tag of ``gather_texts``; no other messages of the world have it
-_SHORT = 128  # bytes of a text that travels with the lengths
 
 
 def room(ranks: int) -> int:
@@ -67,10 +60,10 @@ class Signature:
 
     @cached_property
     def words(self) -> np.ndarray:
-        """Numbers whose maximum ranks of several nodes compute, instead of exchanging signatures: see ``disseminate``.
+        """Numbers whose maximum ranks of several nodes compute, instead of exchanging signatures: see ``tree``.
 
         A number and its negative show whether fields are equal that must be, or may be, equal; other numbers are worst
-        cases.
+        cases. The last two are the tree's.
         """
         agreed, variable = number_of(self.agreement()), 0
         if self.operation == "all_gather" and self.shape:  # lengths along the gathered axis may differ
@@ -171,99 +164,3 @@ class Signatures:
         self.inline_all = all(signature.inline or signature.shape is None for signature in by_rank)
         self.device = not any(signature.host for signature in by_rank)  #: whether all arrays are on devices
         self.inline: dict[int, Any] = {}  #: by slot: the slot table's Entries with all ranks' inline data
-
-
-# --- agreement between nodes: log2(n) rounds of messages
-
-
-def disseminate(
-    ranks: Ranks,
-    words: np.ndarray,
-    row: bytes,
-    tag: int,
-    *,
-    most: int = 0,
-    copies: bool = False,
-    payload: Payload | None = None,
-    ended: RanksEnded | None = None,
-) -> Steps:
-    """The maximum of all ranks' ``words`` (see ``Signature``), and the rows by rank; None unless equally long.
-
-    In each round a rank sends its words and rows to the rank at some distance after it, and receives from the rank as
-    far before it: see ``rounds``. (Hensgen, Finkel, Manber: Two algorithms for barrier synchronization, 1988.) It uses
-    messages instead of the library's Iallreduce: such a request cannot be abandoned when a rank never arrives, and
-    would not give the others the reason.
-
-    ``most``: bytes of a message, besides the words, that other ranks may send. With ``copies`` at most one rank has a
-    row, and all receive it. ``payload``: travels instead of the rows; complete if the third result is True, which needs
-    those of all ranks. ``ended``: ranks have ended that this rank waited for, so it cannot take part; it notifies the
-    ranks that wait for it, and all raise the same RanksEnded.
-    """
-    words, rows, n = words.copy(), {0: row}, ranks.size  # rows by the distance to the rank before this one
-    words[_LACKS] = payload is None
-    capacity = words.nbytes + max(most, _LEAST, 0 if copies else n * len(row))
-    for index, distance in enumerate(distances(n)):
-        if ended is not None:
-            words[_ENDED] = 1 + max(ended.ranks)
-        offsets = range(0, n - distance, 2 * distance)  # of the rows that go on
-        if payload is not None and not words[_LACKS]:
-            data = payload.outgoing(index).tobytes()
-        elif copies:
-            data = len(row).to_bytes(_LENGTH, "little") + row
-        else:
-            data = b"".join([rows.get(offset, b"") for offset in offsets]) if row else b""
-        message, incoming = np.frombuffer(words.tobytes() + data, np.uint8), np.empty(capacity, np.uint8)
-        try:
-            yield shift(ranks, message, incoming if ended is None else incoming[:0], distance, tag)
-        except RanksEnded as error:
-            ended = error
-        if ended is not None:
-            continue
-        their_words, data = incoming[: words.nbytes].view(np.int64), incoming[words.nbytes :]
-        alike = bool((words[:_KNOWN] == their_words[:_KNOWN]).all())
-        words[_LACKS] |= not alike
-        np.maximum(words, their_words, out=words)
-        if payload is not None and not words[_LACKS]:
-            room = payload.room(index)
-            room.view(np.uint8)[...] = data[: room.nbytes]
-            payload.take(index, room)
-        elif copies:
-            length = int.from_bytes(data[:_LENGTH].tobytes(), "little")
-            row = data[_LENGTH:][:length].tobytes() if not row and length < capacity else row
-        elif row and alike:
-            size = len(row)
-            rows |= {offset + distance: data[i * size :][:size].tobytes() for i, offset in enumerate(offsets)}
-    if ended is not None:
-        raise ended
-    if words[_ENDED]:
-        raise RanksEnded([int(words[_ENDED]) - 1])
-    if copies:
-        return words, [row], False
-    all_rows = [rows[(ranks.rank - r) % n] for r in range(n)] if row and len(rows) == n else None
-    return words, all_rows, not words[_LACKS]
-
-
-# --- What ranks say to each other before anything connects them but messages: when they join a world
-
-
-def gather_texts(comm: Communicator, text: str, ranks: Sequence[int] | None = None) -> list[str]:
-    """The texts of these ``ranks``, one of which is this one, in their order; None: of all. Collective among them.
-
-    Each rank sends log2(n) messages with all lengths and short texts; if a text is longer, as many again, with all
-    texts at the length of the longest.
-    """
-    members = list(ranks) if ranks is not None else list(range(comm.size))
-    part, data = MessagePart(comm, members), text.encode()
-    words = Signature("barrier").words
-
-    def steps() -> Steps:
-        short = data[:_SHORT].ljust(_SHORT, b"\0")
-        _, rows, _ = yield from disseminate(part, words, short + len(data).to_bytes(8, "little"), _TEXTS)
-        lengths = [int.from_bytes(row[_SHORT:], "little") for row in rows]
-        if (longest := max(lengths)) > _SHORT:
-            _, rows, _ = yield from disseminate(part, words, data.ljust(longest, b"\0"), _TEXTS)
-        return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
-
-    if part.size == 1:
-        return [text]
-    return comm.progress.begin(Operation(comm, steps(), TIMEOUT, "for all ranks to join")).wait()

@@ -14,10 +14,12 @@ from functools import partial
 from math import ceil
 from threading import Thread
 
+import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.agreement.signature import Signature, disseminate, gather_texts
+from spmd_engine.comm.agreement.signature import Signature
+from spmd_engine.comm.agreement.tree import agree, gather_texts
 from spmd_engine.comm.communicators.communicator import Communicator, MessagePart
 from spmd_engine.comm.connections import Connections, even_nodes
 from spmd_engine.comm.pending import Operation, Progress, ProgressThread, Steps
@@ -50,14 +52,9 @@ class MPICommunicator(Communicator):
     """
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        progress: Progress | None = None,
-        world: MPICommunicator | None = None,
-        members: Sequence[int] | None = None,
-        hosts: Sequence[str] | None = None,
+        self, comm: MPI.Intracomm, progress: Progress, world: MPICommunicator | None = None, members: Sequence[int] = ()
     ) -> None:
-        """``members``: the ranks of a sub-communicator in ``world``. Only this class passes the last three arguments;
+        """``members``: the ranks of a sub-communicator in ``world``. Only this class passes the last two arguments;
         without them, ``open_node`` says the hosts."""
         self._comm = comm
         self._world = world if world is not None else self
@@ -73,9 +70,8 @@ class MPICommunicator(Communicator):
         self._users = 0  # number of meshes that use this communicator
         #: of the world: by members, least recently used first; meshes with groups of the same ranks share one
         self._kept: dict[tuple[int, ...], MPICommunicator] = {}
-        hosts = hosts if hosts is not None else [MPI.Get_processor_name()] * comm.size
-        members = members if members is not None else range(comm.size)
-        super().__init__(members, comm.rank, hosts, progress if progress is not None else Progress())
+        hosts = [world.hosts[rank] for rank in members] if world is not None else [MPI.Get_processor_name()] * comm.size
+        super().__init__(members or range(comm.size), comm.rank, hosts, progress)
         self.is_device_aware = is_device_aware()
 
     def open_node(self, hosts: Sequence[str], cores: int) -> None:
@@ -143,8 +139,7 @@ class MPICommunicator(Communicator):
     def _create_subset(
         self, ranks: Sequence[int], members: Sequence[int], offset: int, nodes: list[list[int]] | None
     ) -> MPICommunicator:
-        hosts, table = [self.hosts[rank] for rank in ranks], None
-        subset = MPICommunicator(self._create_mpi(ranks), self.progress, self._world, members, hosts)
+        subset, table = MPICommunicator(self._create_mpi(ranks), self.progress, self._world, members), None
         if nodes is not None and self._node is not None:
             node_ranks = next(node for node in nodes if subset.rank in node)
             table = table_on(self._node, [members[rank] for rank in node_ranks], node_ranks.index(subset.rank), offset)
@@ -180,8 +175,8 @@ class MPICommunicator(Communicator):
         if is_first and nodes is not None and neighbours is not None:
             offset = room_for_table(neighbours, len(node_indices))
         row, words = _MEMBER.pack(keeps, -1 if offset is None else offset), Signature("barrier").words
-        _, rows, _ = yield from disseminate(MessagePart(self, ranks), words, row, _CREATION)
-        keeps_by_rank, offsets = zip(*map(_MEMBER.unpack, rows), strict=True)
+        _, rows = yield from agree(MessagePart(self, ranks), words, np.frombuffer(row, np.uint8), _CREATION)
+        keeps_by_rank, offsets = zip(*_MEMBER.iter_unpack(rows.tobytes()), strict=True)
         fits = not all(keeps_by_rank) and nodes is not None and all(offsets[node[0]] >= 0 for node in nodes)
         if neighbours is not None and offset is not None and not fits:
             neighbours.own.release(offset, size_of_table(len(node_indices)))

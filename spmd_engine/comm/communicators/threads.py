@@ -72,8 +72,7 @@ def run_threads(
 
     def body(rank: int) -> None:
         numbers[rank] = threading.get_ident()
-        neighbours = fabric.neighbours(rank)
-        _current.communicator = ThreadCommunicator(fabric, range(ranks), rank, progresses[rank], neighbours)
+        _current.communicator = ThreadCommunicator(fabric, range(ranks), rank, progresses[rank])
         try:
             results[rank] = fn(*args)
             Group(_current.communicator, "world", Ledger()).leave()
@@ -131,14 +130,16 @@ class _Fabric:
         self._lock = threading.Lock()
         self._tables: dict[tuple, list] = {}  # name -> memory, number of ranks that have not requested it
         size = bound(ranks) if ranks > 1 else 0
+        self._neighbours: dict[int, Neighbours] = {}  # each is made by the thread of its rank
         self._memories = [mmap.mmap(-1, size, flags=_PRIVATE) for _ in range(ranks)] if size else []
 
     def neighbours(self, rank: int) -> Neighbours | None:
-        if not self._memories:
-            return None
+        if not self._memories or rank in self._neighbours:
+            return self._neighbours.get(rank)
         cross_memory, probe = CrossMemory([os.getpid()] * len(self.nodes)), np.full(8, rank, np.uint8)
         reads = cross_memory.can_read(rank, address_of(probe), probe.tobytes())
-        return Neighbours(self._memories, rank, cross_memory if reads else None)
+        self._neighbours[rank] = neighbours = Neighbours(self._memories, rank, cross_memory if reads else None)
+        return neighbours
 
     def table(self, name: tuple, rank: int, members: Sequence[int], neighbours: Neighbours) -> SlotTable:
         """The slot table of these ranks of one node; the first rank creates it."""
@@ -213,17 +214,11 @@ class ThreadCommunicator(Communicator):
     is_device_aware = True  # in one address space the arrays' library copies device arrays
 
     def __init__(
-        self,
-        fabric: _Fabric,
-        members: Sequence[int],
-        rank: int,
-        progress: Progress,
-        neighbours: Neighbours | None = None,
-        name: tuple = (),
+        self, fabric: _Fabric, members: Sequence[int], rank: int, progress: Progress, name: tuple = ()
     ) -> None:
         super().__init__(members, rank, [fabric.nodes[member] for member in members], progress)
         self._fabric, self._name, self._me = fabric, name, self.members[rank]
-        self._neighbours, table = neighbours, None
+        neighbours, table = fabric.neighbours(self._me), None
         self._subsets: defaultdict[tuple[int, ...], int] = defaultdict(int)
         if neighbours is not None and self.size > 1 and even_nodes(self.hosts) is not None:
             peers = [r for r, host in enumerate(self.hosts) if host == self.node]
@@ -253,7 +248,7 @@ class ThreadCommunicator(Communicator):
         self._subsets[members] += 1  # two communicators of the same ranks must not share messages
         name = (*self._name, members, self._subsets[members])
         rank = members.index(self._me)
-        return ThreadCommunicator(self._fabric, members, rank, self.progress, self._neighbours, name)
+        return ThreadCommunicator(self._fabric, members, rank, self.progress, name)
 
     def open_port(self, name: str, timeout: float) -> ThreadPort:
         """A new port, or, with a ``name``, the open one of that name; see ``world.open_port`` and ``connect``."""
@@ -268,7 +263,7 @@ class ThreadCommunicator(Communicator):
         fabric = self._fabric.port.merged
         assert fabric is not None
         rank = self.rank + (len(fabric.nodes) - self.size if joins else 0)
-        return ThreadCommunicator(fabric, range(len(fabric.nodes)), rank, progress, fabric.neighbours(rank))
+        return ThreadCommunicator(fabric, range(len(fabric.nodes)), rank, progress)
 
     def part(self) -> None:
         """End the use of a merged world, after all of its ranks have ended their calls."""

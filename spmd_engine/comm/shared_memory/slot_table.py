@@ -73,26 +73,23 @@ def table_on(node: Node, members: Sequence[int], rank: int, offset: int = HEAD) 
     """The table of ``members``, in which this is rank ``rank``, at ``offset`` in the first member's arena."""
     local, neighbours = [node.ranks.index(member) for member in members], node.neighbours
     memory = memoryview(neighbours.memories[local[0]])[offset : offset + size_of_table(len(local))]
-    return SlotTable(memory, rank, local, neighbours, node.futexes, home=offset if rank == 0 else None)
+    table = SlotTable(memory, rank, local, neighbours, node.futexes)
+    table.home = offset if rank == 0 else None
+    return table
 
 
 class SlotTable:
     """The slot table on one ``rank`` of its group.
 
-    ``memory`` must be zero initially. ``local_ranks``: the group's ranks by their numbers on the node. ``home``: the
-    table's offset if it lies in this rank's arena.
+    ``memory`` must be zero initially. ``local_ranks``: the group's ranks by their numbers on the node.
     """
 
+    home: int | None = None  #: its offset if it lies in this rank's arena
+
     def __init__(
-        self,
-        memory: memoryview,
-        rank: int,
-        local_ranks: Sequence[int],
-        neighbours: Neighbours,
-        waker: Waker,
-        home: int | None = None,
+        self, memory: memoryview, rank: int, local_ranks: Sequence[int], neighbours: Neighbours, waker: Waker
     ) -> None:
-        n, self._home = len(local_ranks), home
+        n = len(local_ranks)
         self.room = room_of(n)  #: bytes of data that a call can carry inline
         self.rank, self.size, self.neighbours = rank, n, neighbours
         self.ranks: Sequence[int] = range(n)  #: the group's ranks by their numbers in the communicator
@@ -274,11 +271,11 @@ class SlotTable:
     def close(self) -> bool:
         """Stop using the table. Returns False while others may still use this rank's memory: call it again later."""
         self._closed[self.rank] = 1
-        if self._home is None:
+        if self.home is None:
             return True
         if not all(self._closed):
             return False
-        self.neighbours.own.release(self._home, size_of_table(self.size))
+        self.neighbours.own.release(self.home, size_of_table(self.size))
         return True
 
 

@@ -61,6 +61,15 @@ class Hierarchical(Transport):
     def all_gather(self, x: Array, parts: Parts) -> Steps:
         """See ``Transport``: first the lane's parts, then the other lanes' parts from the node's ranks."""
         yield from self._lane.all_gather(x, [parts[r] for r in self._lanes.lane.members])
+        yield from self._gather(x, parts)
+
+    def gather_lanes(self, mine: Array, x: Array, parts: Parts) -> Steps:
+        """Fill ``x`` from the lanes of this node; this one has ``mine``, its adjacent parts."""
+        members = self._lanes.lane.members
+        x[parts[members[0]].start : parts[members[-1]].stop] = mine
+        yield from self._gather(x, parts)
+
+    def _gather(self, x: Array, parts: Parts) -> Steps:
         for node in self._by_local_rank(parts):
             yield from self._local.all_gather(x, node)
 

@@ -6,10 +6,10 @@ import numpy as np
 
 from spmd_engine.arrays.precision import accumulated_in
 from spmd_engine.comm.agreement.signature import Signature
-from spmd_engine.comm.blocks import reducer, span
+from spmd_engine.comm.blocks import reducer
 from spmd_engine.comm.exchange import DATA, tag
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.rounds import Payload, carry, gather_rounds, reduce_rounds, scatter_rounds
+from spmd_engine.comm.rounds import Payload, broadcast_rounds, carry, gather_rounds, reduce_rounds
 from spmd_engine.comm.transports.transport import REDUCTIONS, AgreedCall, Facts, Parts, Transport
 
 
@@ -39,6 +39,5 @@ class MessageRounds(Transport):
         out[...] = total / wide.type(self.size) if reduction == "mean" else total
 
     def broadcast(self, x: np.ndarray, root: int) -> Steps:
-        parts = [span(x.size, self.size, r) for r in range(self.size)]
-        yield from carry(self._ranks, Payload(x, parts, scatter_rounds(self.rank, self.size, root)), self._tag)
-        yield from self.all_gather(x, parts)
+        rounds = broadcast_rounds(self.rank, self.size, root)
+        yield from carry(self._ranks, Payload(x, [slice(0, x.size)], rounds), self._tag)

@@ -114,13 +114,14 @@ class Transport(ABC):
         scatters = self.size > 2  # otherwise the other rank gets all at once
         parts = self.split(x.size) if scatters else [slice(0, x.size)] * 2
         empty = [slice(0, 0)] * self.size
-        incoming = list(empty)
+        outgoing, incoming = (parts, empty) if self.rank == root else (empty, list(empty))
         if self.rank != root:
             incoming[root] = parts[self.rank]
-        outgoing = parts if self.rank == root else empty
         yield from self.all_to_all(x, outgoing, x, incoming)
         if scatters:
-            yield from self.all_gather(x, parts)
+            mine = [parts[self.rank]] * self.size
+            mine[root] = slice(0, 0)  # it has all of them
+            yield from self.all_to_all(x, mine, x, empty if self.rank == root else parts)
 
     def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str) -> Steps:
         """``out`` = the reduction over ranks of part ``rank`` of ``x``, in an order fixed by the transport.

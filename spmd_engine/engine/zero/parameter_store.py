@@ -21,7 +21,7 @@ from spmd_engine.engine.state.assignment import PIPE, Assignment, Index, ZeroCon
 from spmd_engine.engine.uneven_stages import sum_over_stages
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage, wait_for_all
-from spmd_engine.errors import UnknownParameter, UsageError, check_argument, one_of
+from spmd_engine.errors import UnknownParameter, UsageError, described, one_of
 from spmd_engine.layers import Parameter
 from spmd_engine.models import Model
 from spmd_engine.sharding import Layout
@@ -397,7 +397,8 @@ def placements_of(exchanged: Mapping[str, Placement], when: str = "") -> Placeme
 
 def check_shapes(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise UsageError unless ``params``, of a checkpoint, have all of these arrays, in these shapes."""
-    check_argument("load_checkpoint: params", params, Mapping, "a mapping from names to whole arrays")
+    if not isinstance(params, Mapping):
+        raise UsageError(f"load_checkpoint: params is {described(params)}; give a mapping from names to whole arrays")
     for name, shape in shapes.items():
         if name not in params:
             raise UsageError(f"the checkpoint has no {name!r}; {one_of(name, sorted(params))}")

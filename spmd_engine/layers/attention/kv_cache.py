@@ -9,7 +9,7 @@ from spmd_engine.arguments import checked
 from spmd_engine.arrays.attention import HIDDEN, attend_to_all, attend_to_keys, causal_attention, merge_parts
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import accumulated_in, rounded
-from spmd_engine.arrays.rotary import Rotation
+from spmd_engine.arrays.rotary import Rotation, Turn, rotate
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.qk_norm_rope import Rotary
 from spmd_engine.sharding.shards import Shards
@@ -118,9 +118,11 @@ def cached_attention(
     positions: Array,
     window: int | None = None,
     cap: float | None = None,
+    turn: Turn | None = None,
 ) -> Array:
     """Causal attention of q[b s h k], at positions[b s], to all keys of the cached sequences, including these k and v;
-    with a ``window``, only to that many positions, up to the query's own; with a ``cap`` of scores.
+    with a ``window``, only to that many positions, up to the query's own; with a ``cap`` of scores. With a ``turn``, q
+    and k are rotated by it.
 
     If s is sharded, each rank has its columns of the cache. Queries are gathered, every rank attends with all of them
     to its own keys, and the results are summed, weighted by their sums of exponentials: for one new token, a rank sends
@@ -129,11 +131,13 @@ def cached_attention(
     group = sh.group_of("s")
     columns = cache.columns(window)
     was_empty = k.shape[1] == columns.used and group is None
-    keys, values = columns.append(sh.label, k, v)
+    end = columns.used
     if group is None and columns.consecutive and q.shape[1] == 1:  # the last columns are the window
-        end = columns.used
-        return attend_to_all(q, keys, values, slice(0 if window is None else max(0, end - window), end), cap)
-    keys, values = keys[:, : columns.used], values[:, : columns.used]
+        keys, values = columns.room(sh.label, k, v)
+        return attend_to_all(q, k, v, keys, values, slice(max(0, end - (window or end)), end), cap, turn)
+    if turn is not None:
+        q, k = rotate(q, *turn), rotate(k, *turn)
+    keys, values = (array[:, :end] for array in columns.append(sh.label, k, v))
     if was_empty and q.shape[1] > 1:  # the cache was empty: hidden columns come after visible ones
         numbers = backend_of(q).xp.arange(q.shape[1])
         return causal_attention(q, keys, values, numbers, numbers, window=window, cap=cap)[0]
@@ -199,17 +203,21 @@ class Columns:
         self.consecutive = self.consecutive and bool((places == expected).all())
 
     def append(self, layer: str, *arrays: Array) -> Sequence[Array]:
-        """Append the new columns arrays[b s ...] of a layer; returns its arrays[b t ...], of which the first ``used``
-        columns are used."""
+        """Append the new columns arrays[b s ...] of a layer; returns its ``room``."""
+        room, new = self.room(layer, *arrays), slice(self.used - arrays[0].shape[1], self.used)
+        for array, x in zip(room, arrays, strict=True):
+            array[:, new] = x
+        return room
+
+    def room(self, layer: str, *arrays: Array) -> Sequence[Array]:
+        """The arrays[b t ...] of a layer, like those given, of which the first ``used`` columns are used; the new ones
+        are to be written."""
         used, room = self.used, self._room.get(layer)
         if room is None:
             room = self._room[layer] = [backend_of(x).xp.empty((len(x), used, *x.shape[2:]), x.dtype) for x in arrays]
         elif room[0].shape[1] < used:
             columns = max(used, int(room[0].shape[1] * GROWTH), LEAST)
             room = self._room[layer] = [_enlarged(array, len(array), columns) for array in room]
-        new = slice(None), slice(used - arrays[0].shape[1], used)
-        for array, x in zip(room, arrays, strict=True):
-            array[new] = x
         return room
 
     def add_empty(self, sequences: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.normalization import rms_norm, rms_norm_backward, rms_norm_backward_scale
 from spmd_engine.arrays.precision import rounded, scaled, widened
-from spmd_engine.arrays.rotary import Rotation, rotate, rotation_at
+from spmd_engine.arrays.rotary import Rotation, Turn, rotate, rotation_at
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.attention_config import AttentionConfig, RotaryOptions
 from spmd_engine.layers.declarations import Parameter
@@ -74,10 +74,11 @@ class QKNormRope:
 
     def forward(
         self, sh: Shards, p: Any, q: Array, k: Array, positions: Array, rotations: dict[Rotary, Rotation] | None = None
-    ) -> tuple[Array, Array, Any]:
-        """q and k, normalised and rotated, and what the backward needs; ``positions`` are [s], or [b s].
+    ) -> tuple[Array, Array, Any, Turn | None]:
+        """q and k, normalised and rotated, what the backward needs, and a rotation that is left to the caller.
 
-        ``rotations`` has those of these positions that other layers have computed; a missing one is added.
+        ``positions`` are [s], or [b s]. ``rotations`` has those of these positions that other layers have computed; a
+        missing one is added. With ``rotations``, that is, with a cache, one that comes last is left to the caller.
         """
         rotation = None if self.rotary is None or rotations is None else rotations.get(self.rotary)
         if self.rotary is not None and rotation is None:
@@ -85,28 +86,17 @@ class QKNormRope:
             if rotations is not None:
                 rotations[self.rotary] = rotation
         before, after = (rotation, None) if self.rope_before_norm else (None, rotation)
+        left = (after, self.neighbours) if after and rotations is not None and self.factor == 1 else None
         normals: dict[str, Any] = {}
-        q = self._normed_and_rotated(sh, p, "query", q, before, after, normals)
-        k = self._normed_and_rotated(sh, p, "key", k, before, after, normals)
-        return (q if self.factor == 1 else scaled(q, self.factor)), k, (before, after, normals)
-
-    def _normed_and_rotated(
-        self,
-        sh: Shards,
-        p: Any,
-        name: str,
-        x: Array,
-        before: Rotation | None,
-        after: Rotation | None,
-        normals: dict[str, Any],
-    ) -> Array:
-        """x[b s h k] rotated ``before`` its norm, or ``after`` it, by the rotation that is given; ``normals`` gets what
-        the norm's backward needs."""
-        if before is not None:
-            x = rotate(x, before, self.neighbours)
-        if (norm := self.norms[name]) is not None:
-            x, normals[name] = norm.forward(sh, x, p[f"{name}_norm"])
-        return x if after is None else rotate(x, after, self.neighbours)
+        results = []
+        for x, (name, norm) in zip((q, k), self.norms.items(), strict=True):
+            if before is not None:
+                x = rotate(x, before, self.neighbours)
+            if norm is not None:
+                x, normals[name] = norm.forward(sh, x, p[f"{name}_norm"])
+            results.append(x if after is None or left else rotate(x, after, self.neighbours))
+        q, k = results
+        return (q if self.factor == 1 else scaled(q, self.factor)), k, (before, after, normals), left
 
     def backward(self, sh: Shards, p: Any, saved: Any, gradients: dict[str, Array]) -> dict[str, Array]:
         """Replace ``gradients`` of the results by those of q and k; returns the gradients of the norms' scales."""

@@ -365,7 +365,9 @@ PATIENCE = 60.0  #: seconds without progress after which a deadlock of the ranks
 
 
 class Mailbox:
-    """Shapes that classes of ranks have put, by key. A class that takes a shape waits for it."""
+    """Shapes that classes of ranks have put, by key. A class that takes a shape waits for it; meanwhile others
+    run: one at a time, with the lock of the condition, for the interpreter runs only one.
+    """
 
     def __init__(self) -> None:
         self._items: dict[Hashable, Any] = {}
@@ -374,39 +376,32 @@ class Mailbox:
 
     def put(self, key: Hashable, item: Any) -> None:
         """Put an item for the classes that take ``key``."""
-        with self._condition:
-            self._items[key] = item
-            self._condition.notify_all()
+        self._items[key] = item
+        self._condition.notify_all()
 
     def take(self, key: Hashable) -> Any:
         """The item under ``key``, as soon as it has been put; raises UsageError if no class puts it."""
-        with self._condition:
-            while key not in self._items:
-                if self.failure is not None:
-                    raise _Aborted("the step of another rank failed")
-                if not self._condition.wait(PATIENCE):
-                    raise UsageError(f"the step would hang: a rank waits for a call that no other rank makes: {key}")
-            return self._items[key]
-
-    def fail(self, error: BaseException) -> None:
-        """Abort all classes: the step of one failed with ``error``."""
-        with self._condition:
-            if self.failure is None and not isinstance(error, _Aborted):
-                self.failure = error
-            self._condition.notify_all()
+        while key not in self._items:
+            if self.failure is not None:
+                raise _Aborted("the step of another rank failed")
+            if not self._condition.wait(PATIENCE):
+                raise UsageError(f"the step would hang: a rank waits for a call that no other rank makes: {key}")
+        return self._items[key]
 
     def run(self, programs: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run all programs concurrently and return their results; raises the first error of any."""
         if len(programs) == 1:
-            return [programs[0]()]
+            with self._condition:
+                return [programs[0]()]
         results: list[Any] = [None] * len(programs)
 
         def body(number: int) -> None:
-            try:
-                with self._condition:  # one at a time, until it waits: the interpreter runs only one
+            with self._condition:
+                try:
                     results[number] = programs[number]()
-            except BaseException as error:
-                self.fail(error)
+                except BaseException as error:
+                    self.failure = error if self.failure is None else self.failure
+                    self._condition.notify_all()  # the others abort
 
         threads = [threading.Thread(target=body, args=(n,), daemon=True) for n in range(len(programs))]
         for thread in threads:

@@ -30,6 +30,7 @@ from spmd_engine.units import BYTES
 
 KINDS = ("cloud", "edge", "browser")
 TOPOLOGIES = ("flat", "fat-tree", "ring", "torus", "graph")
+LARGEST = 1 << 20  #: most ranks of a machine with any number of nodes
 
 
 @dataclass(frozen=True)
@@ -245,8 +246,8 @@ class Machine(Configuration):
                 raise UsageError(f"machine {self.name} is in an order of {self.ranks} ranks, not of {ranks}")
             return self
         unlimited = len(self.nodes) == 1 and self.nodes[0].count == 0
-        if ranks > self.ranks and not unlimited:
-            raise UsageError(f"machine {self.name} has {self.ranks} ranks, fewer than {ranks}: use fewer ranks")
+        if ranks > (most := LARGEST if unlimited else self.ranks):
+            raise UsageError(f"machine {self.name} has {most} ranks, fewer than {ranks}: use fewer ranks")
         kinds, left = [], ranks
         for node in self.nodes:
             full, rest = divmod(left if unlimited else min(left, node.count * node.ranks), node.ranks)

@@ -95,7 +95,7 @@ class CostModel:
         if sharded and (self.machine.heterogeneous or given):
             key = "slowdowns", candidate.axes, samples, candidate.order
             slowdowns = self.once(key, lambda: stage_slowdowns(self.machine, by_node, candidate, given))
-        return sharded and Estimator(self, candidate, *sharded, slowdowns)
+        return sharded and Estimator(self, candidate, *sharded, slowdowns=slowdowns)
 
     def check_layers(self) -> None:
         """Raise the error of a candidate if no candidate could be analyzed: the layers themselves are wrong."""
@@ -285,7 +285,7 @@ class CostModel:
         if model.sample is not None:
             lengths |= dict(zip(model.inputs.split()[1:], model.sample, strict=True))
         for name, layer in model.layers:
-            windows = getattr(layer, "windows", None)
+            windows: Any = getattr(layer, "windows", None)
             if hasattr(windows, "outputs"):
                 lengths |= dict(zip("hwyx", 2 * windows.outputs, strict=True))
             lengths |= {letter: n for letter, n in layer.sizes.items() if letter not in "hwyx" or not model.sample}

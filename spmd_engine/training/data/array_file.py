@@ -13,7 +13,7 @@ from spmd_engine.arrays.precision import dtype_of
 from spmd_engine.comm import Group
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_rank_zero, share_array
 from spmd_engine.errors import UsageError
-from spmd_engine.formats import npz_names, read_npz
+from spmd_engine.formats.array_files import npz_names, read_npz
 from spmd_engine.training.data.array_data import ArrayData
 
 HELD_OUT = 0.1  #: the fraction of the samples for validation, if the file does not name them

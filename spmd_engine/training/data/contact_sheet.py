@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.foreign import reading
-from spmd_engine.formats import npz_names
+from spmd_engine.formats.array_files import npz_names
 from spmd_engine.formats.image_files import is_table, table_columns
 from spmd_engine.formats.parquet_images import MAGIC, is_of_images, parquet_files
 from spmd_engine.importing import library

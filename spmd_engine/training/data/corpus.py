@@ -20,7 +20,7 @@ from spmd_engine.arrays.random import integers, key_of
 from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, share_array
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
-from spmd_engine.foreign import first_few
+from spmd_engine.foreign import check_link, first_few
 from spmd_engine.models.model import Model
 from spmd_engine.tokens.tokenizer import END_OF_FILE
 from spmd_engine.training.data.array_data import SampledData
@@ -158,10 +158,12 @@ def _files(root: str, pattern: str) -> list[str]:
     left_out = _NOT_SOURCE if pattern != "*" else {"__pycache__"}
     paths = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not (name.startswith(".") or name in left_out)]
-        for name in names:
-            if not (name.startswith(".") or name in left_out) and fnmatchcase(name, pattern):
-                paths.append(os.path.join(folder, name))
+        hidden = {name for name in (*folders, *names) if name.startswith(".") or name in left_out}
+        folders[:] = [name for name in folders if name not in hidden]
+        names = [name for name in names if name not in hidden and fnmatchcase(name, pattern)]
+        for name in (*folders, *names) if pattern == "*" else ():
+            check_link(os.path.join(folder, name))
+        paths += (os.path.join(folder, name) for name in names)
     return sorted(filter(os.path.isfile, paths), key=lambda path: path.split(os.sep))
 
 

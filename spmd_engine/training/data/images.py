@@ -20,18 +20,17 @@ from spmd_engine.comm.agreement.rank_zero import json_from_rank_zero, on_all_ran
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import first_few, reading, refuse_pointer
-from spmd_engine.formats import (
+from spmd_engine.formats.array_files import is_of_arrays, npz_names, read_idx, read_npz
+from spmd_engine.formats.image_files import (
     ImageFiles,
-    MappedArray,
+    LabelledImages,
     images_in_folder,
     images_in_table,
-    is_of_arrays,
-    npz_names,
-    read_idx,
-    read_npz,
+    is_table,
+    pictures_at,
 )
-from spmd_engine.formats.image_files import LabelledImages, is_table, pictures_at
 from spmd_engine.formats.parquet_images import MAGIC, ParquetRows, parquet_files, read_parquet_images
+from spmd_engine.formats.tensor import MappedArray
 from spmd_engine.models import ImageShape
 from spmd_engine.training.data.array_data import ArrayData, part_of
 
