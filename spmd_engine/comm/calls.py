@@ -203,7 +203,7 @@ class Collective(PreparedCall, ABC):
         lengths, shape, size = self.settled
         if target is not None and target.shape != shape:  # this rank must still send the others their parts
             target = None
-        gathers = self.gathers(routing)
+        gathers = agreed.answer is not None and self.gathers(routing)
         transport = self.transport(routing, number, agreed._replace(answer=None) if gathers else agreed, size)
         if not (on_host or isinstance(transport, NcclTransport) or routing.is_for_messages(local)):
             # other ranks have theirs on the host

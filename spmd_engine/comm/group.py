@@ -6,12 +6,11 @@ Pending, whose ``wait()`` returns the result. Arrays may have any NumPy dtype, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from math import prod
 from operator import index
 from time import perf_counter
-from typing import Any, Concatenate, NoReturn, ParamSpec
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -33,31 +32,9 @@ from spmd_engine.runtime.activity import Line
 Sizes = Sequence[int] | None  #: a length for each rank
 Out = Array | None  #: the array that receives the result
 
-_Arguments = ParamSpec("_Arguments")
-
 KEPT = 512  # most prepared calls of a group
 _NUMBERED, _CHANNELS = 2048, 4094  # messages of a pair that can be distinguished while in progress
 _TAGS = 3  # of a message: signature, data, and the receiver's answer
-
-
-def started(
-    method: Callable[Concatenate[Any, _Arguments], Any], view: type
-) -> Callable[Concatenate[Any, _Arguments], Pending]:
-    """The ``start_...`` form of a blocking method: it takes the same arguments and returns a Pending, as the method
-    does for a ``view`` of the same ranks, whose calls are started."""
-
-    @wraps(method)
-    def start(self: Any, *args: _Arguments.args, **options: _Arguments.kwargs) -> Pending:
-        return method(view(self), *args, **options)
-
-    return start
-
-
-class _Starting:
-    """What the collectives of a group call, where they are started."""
-
-    def __init__(self, group: Group) -> None:
-        self._run, self._broadcast = group._begin, group._broadcast
 
 
 class Group:
@@ -216,7 +193,9 @@ class Group:
         """Return once every rank of the group has called it."""
         return self._run("barrier", None, label=label)
 
-    start_barrier = started(barrier, _Starting)
+    def start_barrier(self, label: str = "") -> Pending:
+        """Start ``barrier``."""
+        return self._begin("barrier", None, label=label)
 
     def leave(self, reason: str = "") -> None:
         """Announce that this rank's program ends. If another rank is in a collective, both raise MismatchError.
@@ -233,7 +212,9 @@ class Group:
         """The root's ``x`` on every rank. The other ranks' ``x`` is ignored and may be None."""
         return self._run("broadcast", *self._broadcast(x, root), label)
 
-    start_broadcast = started(broadcast, _Starting)
+    def start_broadcast(self, x: Array | None, root: int = 0, *, label: str = "") -> Pending:
+        """Start ``broadcast``."""
+        return self._begin("broadcast", *self._broadcast(x, root), label)
 
     def _broadcast(self, x: Array | None, root: int) -> tuple[Array | None, tuple[int, bool], Backend | None]:
         """The root's array, the arguments, and the backend of the result."""
@@ -251,7 +232,11 @@ class Group:
         """
         return self._run("all_gather", x, (axis, _ints(sizes)), out, label)
 
-    start_all_gather = started(all_gather, _Starting)
+    def start_all_gather(
+        self, x: Array, axis: int = 0, *, sizes: Sizes = None, out: Out = None, label: str = ""
+    ) -> Pending:
+        """Start ``all_gather``."""
+        return self._begin("all_gather", x, (axis, _ints(sizes)), out, label)
 
     def all_reduce(self, x: Array, op: str = "sum", *, out: Out = None, label: str = "") -> Array:
         """The elementwise sum, mean, max, min or prod over ranks, in a fixed order: equal on all ranks.
@@ -261,7 +246,9 @@ class Group:
         """
         return self._run("all_reduce", x, (op,), out, label)
 
-    start_all_reduce = started(all_reduce, _Starting)
+    def start_all_reduce(self, x: Array, op: str = "sum", *, out: Out = None, label: str = "") -> Pending:
+        """Start ``all_reduce``."""
+        return self._begin("all_reduce", x, (op,), out, label)
 
     def reduce_scatter(
         self, x: Array, axis: int = 0, op: str = "sum", *, sizes: Sizes = None, out: Out = None, label: str = ""
@@ -273,7 +260,11 @@ class Group:
         """
         return self._run("reduce_scatter", x, (axis, op, _ints(sizes)), out, label)
 
-    start_reduce_scatter = started(reduce_scatter, _Starting)
+    def start_reduce_scatter(
+        self, x: Array, axis: int = 0, op: str = "sum", *, sizes: Sizes = None, out: Out = None, label: str = ""
+    ) -> Pending:
+        """Start ``reduce_scatter``."""
+        return self._begin("reduce_scatter", x, (axis, op, _ints(sizes)), out, label)
 
     def all_to_all(
         self,
@@ -296,7 +287,19 @@ class Group:
         """
         return self._run("all_to_all", x, (axis, concat_axis, _ints(splits), _ints(received)), out, label)
 
-    start_all_to_all = started(all_to_all, _Starting)
+    def start_all_to_all(
+        self,
+        x: Array,
+        axis: int = 0,
+        concat_axis: int | None = None,
+        *,
+        splits: Sizes = None,
+        received: Sizes = None,
+        out: Out = None,
+        label: str = "",
+    ) -> Pending:
+        """Start ``all_to_all``."""
+        return self._begin("all_to_all", x, (axis, concat_axis, _ints(splits), _ints(received)), out, label)
 
     # --- messages between two ranks
 

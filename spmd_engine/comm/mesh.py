@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from math import ulp
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import numpy as np
 
@@ -13,10 +14,10 @@ from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.axes import MeshPosition, Over, axes_text, checked_axes, count_ranks, rank_grid
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.communicators.threads import current_thread_communicator, solo
-from spmd_engine.comm.group import Group, Out, Sizes, started
+from spmd_engine.comm.group import Group, Out, Sizes
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.other_ranks import OtherRanks
-from spmd_engine.comm.pending import TIMEOUT
+from spmd_engine.comm.pending import TIMEOUT, Pending
 from spmd_engine.comm.world import world
 from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
 from spmd_engine.runtime.activity import Activity
@@ -25,15 +26,27 @@ if TYPE_CHECKING:
     from spmd_engine.comm.notation import Spec
     from spmd_engine.comm.views import ArraySharding
 
+_Arguments = ParamSpec("_Arguments")
 
-class _StartingOnMesh:
+
+def started(method: Callable[Concatenate[Any, _Arguments], Any]) -> Callable[Concatenate[Any, _Arguments], Pending]:
+    """The ``start_...`` form of a blocking method: it takes the same arguments and returns a Pending."""
+
+    @wraps(method)
+    def start(self: Collectives, *args: _Arguments.args, **options: _Arguments.kwargs) -> Pending:
+        return method(_Starting(self), *args, **options)
+
+    return start
+
+
+class _Starting:
     """A view of a mesh or group whose methods start their calls: ``all_reduce`` is the group's ``start_all_reduce``."""
 
     def __init__(self, ranks: Any) -> None:
         self._ranks, self.backend = ranks, getattr(ranks, "backend", CPU)
 
-    def group(self, over: Over) -> _StartingOnMesh:
-        return _StartingOnMesh(self._ranks.group(over))
+    def group(self, over: Over) -> _Starting:
+        return _Starting(self._ranks.group(over))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ranks, f"start_{name}")
@@ -67,24 +80,24 @@ class Collectives:
     def barrier(self, over: Over = None) -> None:
         return self.group(over).barrier()
 
-    start_barrier = started(barrier, _StartingOnMesh)
+    start_barrier = started(barrier)
 
     def broadcast(self, arr: Array | None, root: int = 0, *, over: Over = None, label: str = "") -> Array:
         return self.group(over).broadcast(arr, root, label=label)
 
-    start_broadcast = started(broadcast, _StartingOnMesh)
+    start_broadcast = started(broadcast)
 
     def all_gather(
         self, arr: Array, axis: int = 0, *, over: Over = None, sizes: Sizes = None, out: Out = None, label: str = ""
     ) -> Array:
         return self.group(over).all_gather(arr, axis, sizes=sizes, out=out, label=label)
 
-    start_all_gather = started(all_gather, _StartingOnMesh)
+    start_all_gather = started(all_gather)
 
     def all_reduce(self, arr: Array, op: str = "sum", *, over: Over = None, out: Out = None, label: str = "") -> Array:
         return self.group(over).all_reduce(arr, op, out=out, label=label)
 
-    start_all_reduce = started(all_reduce, _StartingOnMesh)
+    start_all_reduce = started(all_reduce)
 
     def reduce_scatter(
         self,
@@ -99,7 +112,7 @@ class Collectives:
     ) -> Array:
         return self.group(over).reduce_scatter(arr, axis, op, sizes=sizes, out=out, label=label)
 
-    start_reduce_scatter = started(reduce_scatter, _StartingOnMesh)
+    start_reduce_scatter = started(reduce_scatter)
 
     def all_to_all(
         self,
@@ -116,17 +129,17 @@ class Collectives:
         group = self.group(over)
         return group.all_to_all(arr, axis, concat_axis, splits=splits, received=received, out=out, label=label)
 
-    start_all_to_all = started(all_to_all, _StartingOnMesh)
+    start_all_to_all = started(all_to_all)
 
     def send(self, dest_id: int, arr: Array, *, over: Over = None, label: str = "") -> None:
         return self.group(over).send(dest_id, arr, label=label)
 
-    start_send = started(send, _StartingOnMesh)
+    start_send = started(send)
 
     def receive(self, src_id: int, *, over: Over = None, label: str = "") -> Array:
         return self.group(over).receive(src_id, like=self.backend, label=label)
 
-    start_receive = started(receive, _StartingOnMesh)
+    start_receive = started(receive)
 
 
 def ranks_by_position(nodes: Sequence[str], order: Sequence[int] | None = None) -> list[int]:

@@ -230,9 +230,13 @@ class Progress:
                     self._pending.append(pending)
                     break
                 pending.advance()
+        if self._pending:
+            self._wake_thread()
+        return pending
+
+    def _wake_thread(self) -> None:
         if self.on_begin is not None and self._pending:
             self.on_begin()
-        return pending
 
     def advance_all(self) -> bool:
         """Advance all operations as far as possible without waiting. Returns whether some are still in progress."""
@@ -251,8 +255,7 @@ class Progress:
                     else:
                         self._wait_long_for(wanted, None if self._patient else timeout)
         finally:
-            if self.on_begin is not None and self._pending:
-                self.on_begin()
+            self._wake_thread()
         if wanted.error is not None:
             raise wanted.error
 

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,12 +13,10 @@ from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.axes import PIPE, MeshPosition, all_positions, count_ranks, rank_grid, uneven_axes
 from spmd_engine.comm.agreement.rank_zero import gather_json
+from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.notation import Spec
 from spmd_engine.errors import NotationError, UsageError
 from spmd_engine.pictures import COLOURS, WIDEST, Cell, Picture, grid, listed, size, table, text
-
-if TYPE_CHECKING:
-    from spmd_engine.comm.mesh import Mesh
 
 # --- The ranks of a mesh by their coordinates, and the groups of each axis
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arguments import checked
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.precision import float_dtype, is_float
 from spmd_engine.comm import Mesh
@@ -37,7 +36,6 @@ from spmd_engine.sharding.groups import Member, Sum, make_groups
 Layers = Sequence[Layer | tuple[str, Layer]]
 
 
-@checked(model="a Model, its name, layers, or an engine", mesh="a Mesh, as Mesh(data=2)")
 def as_distributed(
     model: str | Model | Layers | ShardedEngine,
     mesh: Mesh | None = None,
@@ -60,6 +58,8 @@ def as_distributed(
     are sharded (``zero=2``; 1: only the optimizer state). Raises UsageError for an engine that is already sharded, and
     for options that do not apply.
     """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise UsageError(f"as_distributed: mesh is {described(mesh)}; make it a Mesh, as Mesh(data=2)")
     if "dtype" in options:
         options["dtype"] = float_dtype("as_distributed", options["dtype"]).name
     layer_options = {"inputs": inputs, "outputs": outputs, "targets": targets, "loss": loss}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 SIZE = 1 << 16  #: bytes of a record
@@ -221,6 +221,12 @@ class CallRecord(NamedTuple):
     axes: str = ""
     label: str = ""
 
+    @classmethod
+    def from_json(cls, content: Any) -> CallRecord:
+        """The call that JSON holds as a list."""
+        members, *rest = content
+        return cls(tuple(members), *rest)
+
     @property
     def communicator(self) -> tuple[tuple[int, ...], int]:
         return self.members, self.which
@@ -251,6 +257,15 @@ class State(NamedTuple):
     condition: str = ""  #: what the operating system says about its process: "stopped", "gone"
     reported_seconds: float = math.inf  #: since it reported a hang
     idle: bool = False  #: whether it waits for something outside the job
+
+    @classmethod
+    def from_json(cls, content: Any) -> State:
+        """The state that JSON holds as a list, like every named tuple."""
+        rank, process, begun, wait, *rest = content
+        if wait is not None:
+            call, seconds, overdue, what, missing, at = wait
+            wait = WaitRecord(CallRecord.from_json(call), seconds, overdue, what, tuple(missing), at)
+        return cls(rank, process, tuple(CallRecord.from_json(call) for call in begun), wait, *rest)
 
 
 class Record:

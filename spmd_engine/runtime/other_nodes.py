@@ -7,7 +7,7 @@ end all ranks add up how many were sent to each, and receive the rest.
 
 from __future__ import annotations
 
-import pickle
+import json
 import time
 from collections.abc import Sequence
 from threading import Lock
@@ -77,13 +77,13 @@ class OtherNodes:
 
     def send_states(self, states: Sequence[State]) -> None:
         """Send the states to every rank of other nodes, since any of them may have stopped."""
-        self._messages.send(pickle.dumps(states), self._others, REPORT)
+        self._messages.send(json.dumps(states).encode(), self._others, REPORT)
 
     def heard(self) -> list[State]:
         """The newest state of each rank that was received in the last FRESH seconds."""
         now = time.monotonic()
         for _, data in self._messages.receive(REPORT):
-            states: Sequence[State] = pickle.loads(data)
+            states = [State.from_json(content) for content in json.loads(data)]
             self._heard.update({state.rank: (now, state) for state in states})
             self.reported = max(self.reported, *(now - state.reported_seconds for state in states))
         fresh = [(when, state) for when, state in self._heard.values() if now - when < FRESH]
