@@ -347,7 +347,7 @@ class LiveMigration:
                 model[name] = parameters[name][: len(one.held[self._group.rank])]
         for kind in ("frozen", "changing"):
             model |= self._flows[kind].targets[0]
-        return Copies(self._placements, model, dict(zip(self._optimizer.kinds, states, strict=True)))
+        return Copies(self._placements, {None: model, **dict(zip(self._optimizer.kinds, states, strict=True))})
 
 
 def describe_change(reshaper: Reshaper, shape: Shape) -> dict[str, Held]:

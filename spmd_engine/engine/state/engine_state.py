@@ -22,14 +22,7 @@ from spmd_engine.engine.schedules.schedule import Compute, Program
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Division, ZeroConfig, assign, parse_division
 from spmd_engine.engine.state.buffers_and_side_outputs import Buffers, Extras, SideOutputs
 from spmd_engine.engine.uneven_stages import UnevenNeighbours
-from spmd_engine.engine.zero.parameter_store import (
-    FrozenStore,
-    ParameterStore,
-    Placements,
-    StoredEngine,
-    parts_of,
-    placements_of,
-)
+from spmd_engine.engine.zero.parameter_store import FrozenStore, ParameterStore, Placements, parts_of, placements_of
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.unsharder import Unsharder
 from spmd_engine.errors import UsageError
@@ -51,15 +44,14 @@ class Passes:
     chunks: Mapping[int, Chunk]  #: by number
     neighbours: PipelineNeighbours
     _parted: PartedPasses
-    _place: int
 
     def program(self, micro_batches: int) -> Program:
         """That of a step."""
-        return self._parted.program(micro_batches, self._place)
+        return self._parted.program(micro_batches, self.neighbours.stage)
 
     def one_pass(self, kind: type[Compute]) -> Program:
         """Forwards or backwards of one micro-batch."""
-        return self._parted.one_pass(kind, self._place)
+        return self._parted.one_pass(kind, self.neighbours.stage)
 
     def begin(
         self,
@@ -127,11 +119,10 @@ class EngineState:
                 neighbours: PipelineNeighbours = UnevenNeighbours(mesh, parted, backend, layout)
             else:
                 neighbours = PipelineNeighbours(mesh.group(PIPE) if parted.stages > 1 else None, parted.places, backend)
-            place = neighbours.stage
-            chunks = {number: chunk_of(parted.parts[number].layers) for number in parted.on_place(place)}
+            chunks = {number: chunk_of(parted.parts[number].layers) for number in parted.on_place(neighbours.stage)}
             if assigned_layers:
                 neighbours = HelpedNeighbours(neighbours, parted, mesh, *own_storage, backend)
-            return Passes(chunks, neighbours, parted, place)
+            return Passes(chunks, neighbours, parted)
 
         #: those of the mesh alone, where helper ranks have a part in ``passes``
         self.own_passes = passes_with(())
@@ -198,12 +189,7 @@ class Copies:
     """What a rank has of the arrays of its next placement, in addition to those of the present one."""
 
     placements: Placements  #: on all ranks: of state (True), and of parameters and buffers (False)
-    model: Blocks  #: parameters and buffers
-    state: Mapping[str, Blocks]  #: the optimizer's, by kind
-
-    def of(self, kind: str | None) -> Blocks:
-        """The copies of a kind of state, or of the model."""
-        return self.model if kind is None else self.state[kind]
+    blocks: Mapping[str | None, Blocks]  #: the optimizer's state, by kind; None: parameters and buffers
 
 
 class StateReshard:
@@ -247,7 +233,9 @@ class StateReshard:
         Only by copies, or by ``fill`` instead of a transfer, a failure of one rank is UsageError on all.
         """
         order = self._find_old_ranks(engine.group() if engine else None)
-        old, new = self._exchange_placements(engine)
+        # By ranks of the old group, exchanged together: each waits for the slowest.
+        exchanged = exchange_placements(self.group, {**self._old_parts, **parts_of(engine, "new ")})
+        old, new = self._old_placements or placements_of(exchanged, "old "), placements_of(exchanged, "new ")
         if engine and order == list(range(self.group.size)):
             engine.store.placements |= new
         targets = {**engine.parameters, **engine.buffers} if engine else {}
@@ -258,11 +246,6 @@ class StateReshard:
             on_all_ranks(self.group, lambda: self._fill(old, new, targets), catch=Exception)
         else:
             self._fill(old, new, targets)
-
-    def _exchange_placements(self, engine: StoredEngine | None) -> tuple[Placements, Placements]:
-        """The old and new placements, by ranks of the old group, exchanged together: each waits for the slowest."""
-        exchanged = exchange_placements(self.group, {**self._old_parts, **parts_of(engine, "new ")})
-        return self._old_placements or placements_of(exchanged, "old "), placements_of(exchanged, "new ")
 
     def _find_old_ranks(self, after: Group | None) -> list[int]:
         """The rank in the old group of each rank of the group ``after``, which is None on ranks that are not in it.
@@ -314,7 +297,7 @@ class StateReshard:
         if self._copies:
             source = source.joined(self._copies.placements[owned])
             for (kind, _, _), (before, _) in zip(several, blocks, strict=True):
-                for name, more in self._copies.of(kind).items():
+                for name, more in self._copies.blocks[kind].items():
                     before[name] = [*before.get(name, ()), *more]
         plan = plan_transfer(source, target, nodes=self._nodes, piece_bytes=PIECE // len(several))
         if self._copies and any(plan.rounds.values()):

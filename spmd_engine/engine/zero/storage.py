@@ -14,16 +14,7 @@ from spmd_engine.arrays.precision import rounded
 from spmd_engine.axes import PIPE
 from spmd_engine.comm import Group, Mesh
 from spmd_engine.comm.pending import Deferred, Pending, then
-from spmd_engine.engine.state.array_table import (
-    GRADIENT,
-    MEMORY,
-    SENT,
-    SUMMED,
-    UPDATED,
-    USED,
-    ArrayRow,
-    ArrayTable,
-)
+from spmd_engine.engine.state.array_table import GRADIENT, MEMORY, SENT, SUMMED, UPDATED, USED, ArrayRow, ArrayTable
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.sharding.groups import ParameterGroup
 
