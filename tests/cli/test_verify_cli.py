@@ -266,12 +266,12 @@ def test_an_engine_in_a_file_of_another_folder(verify_here, tmp_path, monkeypatc
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
-    (there / "own.py").write_text("from lying_beside import Table\n")
+    (there / "borrowing.py").write_text("from lying_beside import Table\n")
     (there / "lying_beside.py").write_text(MINE)
     (there / "json.py").write_text(MINE)
     monkeypatch.chdir(here)
     arguments = ["--input-shape", "5", "--tokens", "4", "--steps", "1"]
-    assert verify_here("../there/own.py:Table", *arguments)[0] == 0
+    assert verify_here("../there/borrowing.py:Table", *arguments)[0] == 0
     code, _, err = verify_here("../there/json.py:Table", *arguments)
     assert code == 2 and "has the name of another module" in err and err.count("\n") == 1
 
