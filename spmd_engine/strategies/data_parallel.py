@@ -1,7 +1,6 @@
 """Data parallel: every rank has the complete model and a part of the batch."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.comm.notation import Spec
 from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
@@ -42,20 +41,3 @@ class DataParallel(TwoLayers):
         dw0 = self.all_reduce(einsum("bd,bf->df", x, dz), over="data", label="dw0")
         self.input_gradient = einsum("bf,df->bd", dz, self.w0)
         return {"layer_0/weights": dw0, "layer_1/weights": summing_dw1.wait()}
-
-
-class UpdatedRows(DataParallel):
-    """Data parallel, where each rank updates some rows of the weights, ``rows``, and gathers the others' rows after."""
-
-    rows = {"layer_0/weights": "d/data f", "layer_1/weights": "f/data d"}
-
-    def owned_sharding(self, name):
-        return Spec.parse(self.rows[name])
-
-    @property
-    def owned(self):
-        return {name: parameter[self.owned_index(name)] for name, parameter in self.parameters.items()}
-
-    def after_update(self):
-        for name, rows in self.owned.items():
-            self.group("data").all_gather(rows, out=self.parameters[name], label=name)

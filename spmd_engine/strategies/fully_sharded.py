@@ -32,11 +32,10 @@ class FullySharded(TwoLayers):
     axes = ("data",)
     shardings = {"layer_0/weights": "d/data f", "layer_1/weights": "f/data d"}
     input_sharding = output_sharding = "b/data d"
-    stored_over = "data"
 
     def forward(self, x):
-        w0 = self.all_gather(self.w0, over=self.stored_over, label="w0")
-        gathering_w1 = self.start_all_gather(self.w1, over=self.stored_over, label="w1")  # while z is computed
+        w0 = self.all_gather(self.w0, over="data", label="w0")
+        gathering_w1 = self.start_all_gather(self.w1, over="data", label="w1")  # while z is computed
         z = einsum("bd,df->bf", x, w0)
         del w0
         self.tape.push(x, z)
@@ -44,12 +43,12 @@ class FullySharded(TwoLayers):
 
     def backward(self, grads):
         x, z = self.tape.pop()
-        gathering_w1 = self.start_all_gather(self.w1, over=self.stored_over, label="w1")  # while dw1 is computed
+        gathering_w1 = self.start_all_gather(self.w1, over="data", label="w1")  # while dw1 is computed
         dw1 = einsum("bf,bd->fd", relu(z), grads)
-        summing_dw1 = self.start_reduce_scatter(dw1, over=self.stored_over, label="dw1")
+        summing_dw1 = self.start_reduce_scatter(dw1, over="data", label="dw1")
         dz = einsum("bd,fd->bf", grads, gathering_w1.wait()) * (z > 0)
         del gathering_w1, dw1
-        gathering_w0 = self.start_all_gather(self.w0, over=self.stored_over, label="w0")  # while dw0 is computed
-        summing_dw0 = self.start_reduce_scatter(einsum("bd,bf->df", x, dz), over=self.stored_over, label="dw0")
+        gathering_w0 = self.start_all_gather(self.w0, over="data", label="w0")  # while dw0 is computed
+        summing_dw0 = self.start_reduce_scatter(einsum("bd,bf->df", x, dz), over="data", label="dw0")
         self.input_gradient = einsum("bf,df->bd", dz, gathering_w0.wait())
         return {"layer_0/weights": summing_dw0.wait(), "layer_1/weights": summing_dw1.wait()}

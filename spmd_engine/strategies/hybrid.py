@@ -41,19 +41,36 @@ class Hybrid(Pipeline):
     shardings = {"layers/w0": "l/pipe d f/model", "layers/w1": "l/pipe f/model d"}
     input_sharding = output_sharding = "b/data d"
 
-    def layer(self, x, w0, w1):
-        return self.all_reduce(super().layer(x, w0, w1), over="model", label="r")
+    def forward(self, x):
+        if self.stage > 0:
+            x = self.receive(self.stage - 1, over="pipe", label="x")
+        for w0, w1 in zip(self.w0, self.w1, strict=True):
+            z = einsum("bd,df->bf", x, w0)
+            self.tape.push(x, z)
+            x = x + self.all_reduce(einsum("bf,fd->bd", relu(z), w1), over="model", label="r")
+        if self.stage == self.last_stage:
+            return x
+        self._begin_to_send(self.stage + 1, x, "x")
+        return None
 
-    def layer_backward(self, dx, w0, w1, dw0, dw1):
-        x, z = self.tape.pop()
-        dz = einsum("bd,fd->bf", dx, w1) * (z > 0)
-        summing_dr = self.start_all_reduce(einsum("bf,df->bd", dz, w0), over="model", label="dr")
-        einsum("bf,bd->fd", relu(z), dx, out=dw1)
-        einsum("bd,bf->df", x, dz, out=dw0)
-        return summing_dr.wait()
+    def backward(self, grads):
+        """The gradients of this rank's samples only: ``step`` sums them over ``data`` once."""
+        dx = grads if self.stage == self.last_stage else self.receive(self.stage + 1, over="pipe", label="dx")
+        dw0, dw1 = self.xp.empty_like(self.w0), self.xp.empty_like(self.w1)
+        for l in reversed(range(len(self.w0))):
+            x, z = self.tape.pop()
+            dz = einsum("bd,fd->bf", dx, self.w1[l]) * (z > 0)
+            summing_dr = self.start_all_reduce(einsum("bf,df->bd", dz, self.w0[l]), over="model", label="dr")
+            einsum("bf,bd->fd", relu(z), dx, out=dw1[l])
+            einsum("bd,bf->df", x, dz, out=dw0[l])
+            dx = dx + summing_dr.wait()
+        if self.stage > 0:
+            self._begin_to_send(self.stage - 1, dx, "dx")
+        self.input_gradient = dx if self.stage == 0 else None
+        return {"layers/w0": dw0, "layers/w1": dw1}
 
     def step(self, batch, loss=None):
-        value = super().step(batch, loss)  # the gradients of this rank's samples only
+        value = super().step(batch, loss)
         self.gradients = {
             name: self.all_reduce(gradient, over="data", label=name) for name, gradient in self.gradients.items()
         }

@@ -52,35 +52,27 @@ class Pipeline(LayerStack):
         if self.stage > 0:
             x = self.receive(self.stage - 1, over="pipe", label="x")
         for w0, w1 in zip(self.w0, self.w1, strict=True):
-            x = x + self.layer(x, w0, w1)
+            z = einsum("bd,df->bf", x, w0)
+            self.tape.push(x, z)
+            x = x + einsum("bf,fd->bd", relu(z), w1)
         if self.stage == self.last_stage:
             return x
         self._begin_to_send(self.stage + 1, x, "x")
         return None
 
-    def layer(self, x, w0, w1):
-        """What a layer adds to x: step 2."""
-        z = einsum("bd,df->bf", x, w0)
-        self.tape.push(x, z)
-        return einsum("bf,fd->bd", relu(z), w1)
-
     def backward(self, grads):
         dx = grads if self.stage == self.last_stage else self.receive(self.stage + 1, over="pipe", label="dx")
         dw0, dw1 = self.xp.empty_like(self.w0), self.xp.empty_like(self.w1)
         for l in reversed(range(len(self.w0))):
-            dx = dx + self.layer_backward(dx, self.w0[l], self.w1[l], dw0[l], dw1[l])
+            x, z = self.tape.pop()
+            einsum("bf,bd->fd", relu(z), dx, out=dw1[l])
+            dz = einsum("bd,fd->bf", dx, self.w1[l]) * (z > 0)
+            einsum("bd,bf->df", x, dz, out=dw0[l])
+            dx = dx + einsum("bf,df->bd", dz, self.w0[l])
         if self.stage > 0:
             self._begin_to_send(self.stage - 1, dx, "dx")
         self.input_gradient = dx if self.stage == 0 else None
         return {"layers/w0": dw0, "layers/w1": dw1}
-
-    def layer_backward(self, dx, w0, w1, dw0, dw1):
-        """What a layer adds to dx; fills dw0 and dw1: step 5."""
-        x, z = self.tape.pop()
-        einsum("bf,bd->fd", relu(z), dx, out=dw1)
-        dz = einsum("bd,fd->bf", dx, w1) * (z > 0)
-        einsum("bd,bf->df", x, dz, out=dw0)
-        return einsum("bf,df->bd", dz, w0)
 
     def step(self, batch, loss=None):
         scores, count, micro_batches = Scores(loss or self.loss, {}), self.count(batch), len(batch.micro_batches)

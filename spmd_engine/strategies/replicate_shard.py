@@ -1,9 +1,10 @@
 """Replicate x shard (hybrid sharded data parallel): fully sharded inside groups of ranks, which are replicas."""
 
-from spmd_engine.strategies.fully_sharded import FullySharded
+from spmd_engine.arrays import einsum
+from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
-class ReplicateShard(FullySharded):
+class ReplicateShard(TwoLayers):
     """b is split over ``replicate`` and ``shard``, the rows of the stored weights over ``shard`` only.
 
     Write B for b/replicate,shard.
@@ -33,10 +34,25 @@ class ReplicateShard(FullySharded):
     axes = ("replicate", "shard")
     shardings = {"layer_0/weights": "d/shard f", "layer_1/weights": "f/shard d"}
     input_sharding = output_sharding = "b/replicate,shard d"
-    stored_over = "shard"
+
+    def forward(self, x):
+        w0 = self.all_gather(self.w0, over="shard", label="w0")
+        gathering_w1 = self.start_all_gather(self.w1, over="shard", label="w1")  # while z is computed
+        z = einsum("bd,df->bf", x, w0)
+        del w0
+        self.tape.push(x, z)
+        return einsum("bf,fd->bd", relu(z), gathering_w1.wait())
 
     def backward(self, grads):
-        gradients = super().backward(grads)  # summed over ``shard``
-        dw1 = self.all_reduce(gradients["layer_1/weights"], over="replicate", label="dw1")
-        dw0 = self.all_reduce(gradients["layer_0/weights"], over="replicate", label="dw0")
+        x, z = self.tape.pop()
+        gathering_w1 = self.start_all_gather(self.w1, over="shard", label="w1")  # while dw1 is computed
+        dw1 = einsum("bf,bd->fd", relu(z), grads)
+        scattering_dw1 = self.start_reduce_scatter(dw1, over="shard", label="dw1")
+        dz = einsum("bd,fd->bf", grads, gathering_w1.wait()) * (z > 0)
+        del gathering_w1, dw1
+        gathering_w0 = self.start_all_gather(self.w0, over="shard", label="w0")  # while dw0 is computed
+        scattering_dw0 = self.start_reduce_scatter(einsum("bd,bf->df", x, dz), over="shard", label="dw0")
+        self.input_gradient = einsum("bf,df->bd", dz, gathering_w0.wait())
+        dw1 = self.all_reduce(scattering_dw1.wait(), over="replicate", label="dw1")
+        dw0 = self.all_reduce(scattering_dw0.wait(), over="replicate", label="dw0")
         return {"layer_0/weights": dw0, "layer_1/weights": dw1}

@@ -1,11 +1,11 @@
 """Sharded gradients (ZeRO stage 2): as the sharded optimizer, with gradients that are sharded once they are summed."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.strategies.data_parallel import UpdatedRows
-from spmd_engine.strategies.two_layers import relu
+from spmd_engine.comm.notation import Spec
+from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
-class ShardedGradients(UpdatedRows):
+class ShardedGradients(TwoLayers):
     """b and the rows of gradients and of the optimizer's parameters are split over ``data``.
 
     Forward
@@ -31,6 +31,23 @@ class ShardedGradients(UpdatedRows):
     After Rajbhandari et al., "ZeRO" (2020), section 5.2.
     """
 
+    axes = ("data",)
+    shardings = {"layer_0/weights": "d f", "layer_1/weights": "f d"}
+    rows = {"layer_0/weights": "d/data f", "layer_1/weights": "f/data d"}  # that this rank updates
+    input_sharding = output_sharding = "b/data d"
+
+    def owned_sharding(self, name):
+        return Spec.parse(self.rows[name])
+
+    @property
+    def owned(self):
+        return {name: parameter[self.owned_index(name)] for name, parameter in self.parameters.items()}
+
+    def forward(self, x):
+        z = einsum("bd,df->bf", x, self.w0)
+        self.tape.push(x, z)
+        return einsum("bf,fd->bd", relu(z), self.w1)
+
     def backward(self, grads):
         x, z = self.tape.pop()
         dw1 = einsum("bf,bd->fd", relu(z), grads)
@@ -39,3 +56,7 @@ class ShardedGradients(UpdatedRows):
         dw0 = self.reduce_scatter(einsum("bd,bf->df", x, dz), over="data", label="dw0")
         self.input_gradient = einsum("bf,df->bd", dz, self.w0)
         return {"layer_0/weights": dw0, "layer_1/weights": summing_dw1.wait()}
+
+    def after_update(self):
+        for name, rows in self.owned.items():
+            self.group("data").all_gather(rows, out=self.parameters[name], label=name)

@@ -1,11 +1,11 @@
 """Sharded optimizer (ZeRO stage 1): every rank has the complete model, but updates only some rows."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.strategies.data_parallel import UpdatedRows
-from spmd_engine.strategies.two_layers import relu
+from spmd_engine.comm.notation import Spec
+from spmd_engine.strategies.two_layers import TwoLayers, relu
 
 
-class ShardedOptimizer(UpdatedRows):
+class ShardedOptimizer(TwoLayers):
     """b and the rows of the optimizer's parameters are split over ``data``.
 
     Forward
@@ -31,6 +31,23 @@ class ShardedOptimizer(UpdatedRows):
     After Rajbhandari et al., "ZeRO" (2020), section 5.1.
     """
 
+    axes = ("data",)
+    shardings = {"layer_0/weights": "d f", "layer_1/weights": "f d"}
+    rows = {"layer_0/weights": "d/data f", "layer_1/weights": "f/data d"}  # that this rank updates
+    input_sharding = output_sharding = "b/data d"
+
+    def owned_sharding(self, name):
+        return Spec.parse(self.rows[name])
+
+    @property
+    def owned(self):
+        return {name: parameter[self.owned_index(name)] for name, parameter in self.parameters.items()}
+
+    def forward(self, x):
+        z = einsum("bd,df->bf", x, self.w0)
+        self.tape.push(x, z)
+        return einsum("bf,fd->bd", relu(z), self.w1)
+
     def backward(self, grads):
         """The gradients of this rank's samples only: ``step`` sums them over ranks once."""
         x, z = self.tape.pop()
@@ -46,3 +63,7 @@ class ShardedOptimizer(UpdatedRows):
             name: self.reduce_scatter(gradient, over="data", label=name) for name, gradient in self.gradients.items()
         }
         return value
+
+    def after_update(self):
+        for name, rows in self.owned.items():
+            self.group("data").all_gather(rows, out=self.parameters[name], label=name)

@@ -39,14 +39,28 @@ class VerticalCNN(Pipeline):
     shardings = {"layers/w0": "l/pipe i j c f", "layers/w1": "l/pipe i j f c"}
     input_sharding = output_sharding = "b h w c"
 
-    def layer(self, x, w0, w1):
-        z = conv(x, w0)
-        self.tape.push(x, z)
-        return conv(relu(z), w1)
+    def forward(self, x):
+        if self.stage > 0:
+            x = self.receive(self.stage - 1, over="pipe", label="x")
+        for w0, w1 in zip(self.w0, self.w1, strict=True):
+            z = conv(x, w0)
+            self.tape.push(x, z)
+            x = x + conv(relu(z), w1)
+        if self.stage == self.last_stage:
+            return x
+        self._begin_to_send(self.stage + 1, x, "x")
+        return None
 
-    def layer_backward(self, dx, w0, w1, dw0, dw1):
-        x, z = self.tape.pop()
-        dw1[...] = conv_weight(relu(z), dx)
-        dz = conv_input(dx, w1, x.shape[1]) * (z > 0)
-        dw0[...] = conv_weight(x, dz)
-        return conv_input(dz, w0, x.shape[1])
+    def backward(self, grads):
+        dx = grads if self.stage == self.last_stage else self.receive(self.stage + 1, over="pipe", label="dx")
+        dw0, dw1 = self.xp.empty_like(self.w0), self.xp.empty_like(self.w1)
+        for l in reversed(range(len(self.w0))):
+            x, z = self.tape.pop()
+            dw1[l] = conv_weight(relu(z), dx)
+            dz = conv_input(dx, self.w1[l], x.shape[1]) * (z > 0)
+            dw0[l] = conv_weight(x, dz)
+            dx = dx + conv_input(dz, self.w0[l], x.shape[1])
+        if self.stage > 0:
+            self._begin_to_send(self.stage - 1, dx, "dx")
+        self.input_gradient = dx if self.stage == 0 else None
+        return {"layers/w0": dw0, "layers/w1": dw1}
