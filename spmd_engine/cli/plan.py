@@ -17,7 +17,6 @@ from spmd_engine.arrays.precision import FLOATS
 from spmd_engine.axes import all_positions, axes_text, count_ranks, uneven_axes
 from spmd_engine.cli.options import LongCommand, Quantity, options_of, rare_option, values_given
 from spmd_engine.cli.values import FILE, Choice, WholeNumber
-from spmd_engine.engine.state.assignment import parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.files import check_ending, output_file
 from spmd_engine.jobs.resolve import request_for, unplanned
@@ -171,7 +170,7 @@ def _request(options: Mapping[str, Any], values: Mapping[str, Any]) -> Request:
         batch_sizes=_batch_sizes(options["batch_size"], name),
         goal=options["goal"],
         limits=Limits(options["memory"], options["latency"], options["bandwidth"], options["compute"]),
-        fixed=_fixed(values),
+        fixed={name: values[name] for name in FIXABLE if name in values},
         axes=_axes(options["axes"]),
         seconds=options["seconds"],
         placement=options["placement"],
@@ -206,16 +205,6 @@ def _batch_sizes(text: str | None, model: str) -> list[int]:
     if text is None:
         return [OF_IMAGES["batch_size"] if model in IMAGES else TrainConfig().data.batch_size]
     return list(numbers_of(text, "--batch-size", "a whole number, or several as in 16,32", 1))
-
-
-def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
-    fixed = {name: values[name] for name in FIXABLE if name in values}
-    if "stages" in fixed:
-        division = parse_division(fixed["stages"])
-        fixed["stages"] = fixed["stages"] if isinstance(division, str) else tuple(division)
-        if "mesh" not in values and isinstance(division, str):
-            raise UsageError(f"--stages {division}: stages are planned; give --mesh as well, or the first layers")
-    return fixed
 
 
 # --- The page that it prints, with a picture of the step

@@ -17,6 +17,7 @@ from spmd_engine.axes import MeshPosition, checked_axes, count_ranks
 from spmd_engine.engine import ModelConfig, ParallelConfig
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.build import composed_layout
+from spmd_engine.engine.state.assignment import divide, parse_division
 from spmd_engine.errors import UsageError, counted, one_of
 from spmd_engine.foreign import parse_toml, read_text, reading
 from spmd_engine.formats.safetensors_file import read_json
@@ -106,11 +107,18 @@ def plan(
 
 @uncollected()  # costs of layers live as long as the search; garbage collection took a third of its time
 def find_plan(request: Request) -> PlanResult:
-    """The best plan, or why there is none. Raises UsageError for given helper ranks, which need a mesh."""
+    """The best plan, or why there is none. Raises UsageError for given helper ranks, which need a mesh, and for fixed
+    stages that the model cannot be divided into."""
     if request.base.assigned:
         raise UsageError(
             f"--assign {request.base.assign} needs --mesh, the mesh of the other ranks: helper ranks are not searched"
         )
+    if (given := request.fixed.get("stages")) is not None:
+        stages = parse_division(",".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given))
+        if isinstance(stages, str):
+            raise UsageError(f"--stages {stages}: stages are planned; give --mesh as well, or the first layers")
+        divide(request.model, len(stages), stages)
+        request = replace(request, fixed={**request.fixed, "stages": stages})
     return PlanSearch(request).run()
 
 

@@ -175,6 +175,20 @@ def test_fixed_options_hold_in_every_candidate():
     assert found.mesh == {"pipe": 2} and found.stages == (0, 4)
 
 
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ("99999", "stages 99999: 1 ascending numbers are needed, the first of them 0"),
+        ([2, 4], "stages 2,4: 2 ascending numbers"),
+        (3, "stages 3: 1 ascending"),
+        ("cost", "--stages cost: stages are planned; give --mesh as well"),
+    ],
+)
+def test_stages_that_are_no_division_of_the_layers_are_refused(stages, message):
+    with pytest.raises(UsageError, match=message):
+        find_plan(replace(request_for(), fixed={"stages": stages}))
+
+
 def test_plan_from_python_evaluates_a_given_mesh():
     result = spmd_engine.plan("mlp", mesh={"data": 2}, machine="cpu", memory="1KiB")
     assert result.plan is None and "memory at most 1.00 KiB" in result.why_not

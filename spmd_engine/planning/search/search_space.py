@@ -161,7 +161,7 @@ FIXABLE = ("mesh", "micro_batches", "zero", "sequence_parallel", "schedule", "ch
 
 def broken_choices(candidate: Candidate, fixed: Mapping[str, Any]) -> frozenset[str]:
     """The names of the fixed choices, of FIXABLE, that a candidate breaks."""
-    free = ("schedule", "chunks") if candidate.pipe == 1 else ()
+    free = ("schedule", "chunks", "stages") if candidate.pipe == 1 else ()
     wanted = {name: dict(choice) if name == "mesh" else choice for name, choice in fixed.items() if name not in free}
     return frozenset(name for name, choice in wanted.items() if getattr(candidate, name) != choice)
 
