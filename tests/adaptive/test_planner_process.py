@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def proposals():
-    job = TrainConfig.of(model="mlp", batch_size=12, data="").as_json()  # which is planned soon
+    job = TrainConfig.of(model="mlp", batch_size=12).as_json()  # which is planned soon
     proposals = PlannerProposals(AdaptConfig(), job)
     yield proposals
     proposals.close()
