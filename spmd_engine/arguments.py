@@ -40,10 +40,10 @@ def checked(
             if len(given) < len(args) + len(options) or not required <= given.keys() <= parameters.keys():
                 given = bound(name, function, args, options)
             for argument, value in given.items():
-                default, kind = parameters[argument]
-                if value is default or value is None and argument in optional:
+                default, kind, exact = parameters[argument]
+                if value is default or kind is Any or value is None and argument in optional:
                     continue
-                if type(value) is kind and kind is not float and argument not in ranges:
+                if type(value) in exact and argument not in ranges:
                     continue  # as most are
                 for where, what, advice in _misfits(argument, value, kind, ranges.get(argument)):
                     advice = f"give {give[argument]}" if argument in give else advice
@@ -82,9 +82,10 @@ def _signature(function: Callable) -> Signature:
 
 
 @cache
-def _parameters(function: Any) -> tuple[tuple[str, ...], set[str], dict[str, tuple[Any, Any]]]:
-    """The names of the positional parameters, those of the parameters without a default, and the default and the type
-    of each: Any without one, for ``*`` and ``**``, and for a type that only type checkers import."""
+def _parameters(function: Any) -> tuple[tuple[str, ...], set[str], dict[str, tuple[Any, Any, set[type]]]]:
+    """The names of the positional parameters, those of the parameters without a default, and of each the default, the
+    type (Any without one, for ``*`` and ``**``, and for a type that only type checkers import), and ``_exact`` of it.
+    """
     parameters = _signature(function).parameters
     several = {name for name, one in parameters.items() if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     found = {}
@@ -94,9 +95,21 @@ def _parameters(function: Any) -> tuple[tuple[str, ...], set[str], dict[str, tup
             kind = eval(kind, vars(sys.modules[function.__module__])) if isinstance(kind, str) else kind
         except (NameError, AttributeError):
             kind = Any
-        found[name] = one.default, Any if name in several or kind is one.empty else kind
+        kind = Any if name in several or kind is one.empty else kind
+        found[name] = one.default, kind, _exact(kind)
     positional = tuple(name for name, one in parameters.items() if one.kind <= one.POSITIONAL_OR_KEYWORD)
-    return positional, {name for name, (default, _) in found.items() if default is Parameter.empty} - several, found
+    return positional, {name for name, (default, *_) in found.items() if default is Parameter.empty} - several, found
+
+
+@cache
+def _exact(kind: Any) -> set[type]:
+    """Classes all of whose direct instances fit a type: not floats, since NaN does not."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return {one for each in inner for one in _exact(each)}
+    if origin is Annotated:
+        return _exact(inner[0])
+    return {kind} if isinstance(kind, type) and kind is not float else set()
 
 
 def _misfits(where: str, value: Any, kind: Any, limits: Limits | None = None) -> Iterator[tuple[str, Any, str]]:
@@ -104,12 +117,12 @@ def _misfits(where: str, value: Any, kind: Any, limits: Limits | None = None) ->
     an ``Annotated`` type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        fitting = [one for one in inner if not any(_misfits(where, value, one))]
-        if not fitting:
+        fitting = next((one for one in inner if not any(_misfits(where, value, one))), None)
+        if fitting is None:
             names = [name for one in inner if get_origin(one) is Literal for name in get_args(one)]
             yield where, value, one_of(value, names) if names else f"give {_wanted(kind)}"
-        for one in fitting[:1]:
-            yield from _misfits(where, value, one, limits)
+        elif limits:
+            yield from _misfits(where, value, fitting, limits)
     elif origin is Annotated:
         yield from ((place, item, f"give {inner[1]}") for place, item, _ in _misfits(where, value, inner[0], limits))
     elif origin is Literal:
@@ -123,7 +136,9 @@ def _misfits(where: str, value: Any, kind: Any, limits: Limits | None = None) ->
             yield where, value, f"give {_wanted(kind)}"
         elif inner:
             for number, item in enumerate(items):
-                yield from _misfits(f"{where}[{number}]", item, inner[number if counts else 0], limits)
+                of = inner[number if counts else 0]
+                if limits or type(item) not in _exact(of):
+                    yield from _misfits(f"{where}[{number}]", item, of, limits)
     elif not _fits(value, origin or kind):
         yield where, value, f"give {_wanted(kind)}" + ", not its class" * isinstance(value, type)
     elif limits and kind in (int, float) and not limits[0] <= value < limits[1]:
