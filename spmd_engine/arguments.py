@@ -124,7 +124,8 @@ def _misfits(where: str, value: Any, kind: Any, limits: Limits | None = None) ->
         elif limits:
             yield from _misfits(where, value, fitting, limits)
     elif origin is Annotated:
-        yield from ((place, item, f"give {inner[1]}") for place, item, _ in _misfits(where, value, inner[0], limits))
+        misfits = [(place, item, f"give {inner[1]}") for place, item, _ in _misfits(where, value, inner[0])]
+        yield from misfits or (_misfits(where, value, inner[0], limits) if limits else ())
     elif origin is Literal:
         if value not in inner:
             yield where, value, one_of(value, inner)
@@ -142,7 +143,8 @@ def _misfits(where: str, value: Any, kind: Any, limits: Limits | None = None) ->
     elif not _fits(value, origin or kind):
         yield where, value, f"give {_wanted(kind)}" + ", not its class" * isinstance(value, type)
     elif limits and kind in (int, float) and not limits[0] <= value < limits[1]:
-        yield where, value, f"it must be from {limits[0]}" + f" below {limits[1]}" * (limits[1] < inf)
+        finite = "finite, and " if value == inf else ""
+        yield where, value, f"it must be {finite}from {limits[0]}" + f" below {limits[1]}" * (limits[1] < inf)
     elif callable(value) and inner and isinstance(inner[0], list) and not _takes(value, inner[0]):
         yield where, value, f"give {_wanted(kind)} of {counted(len(inner[0]), 'argument')}"
 
@@ -152,7 +154,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return not is_array(value) and value in (True, False)
     if kind in (int, float):
         number = hasattr(value, "__index__" if kind is int else "__float__") and not isinstance(value, type)
-        return number and not is_array(value) and value == value  # NaN is not
+        is_one = not is_array(value) or (kind is float and value.ndim == 0)
+        return number and is_one and bool(value == value)  # NaN is not
     try:
         return not isinstance(kind, type) or isinstance(value, kind)
     except TypeError:  # a protocol that exists for type checkers only

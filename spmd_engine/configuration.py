@@ -110,8 +110,8 @@ class Configuration:
         """
         if not isinstance(content, Mapping):
             raise UsageError(f"{where or cls.__name__}: it must be an object, {{...}}, not {json.dumps(content)}")
-        types = _types(cls)
-        names = [f.name for f in _fields_in_json(cls)]
+        types, by_name = _types(cls), {f.name: f for f in _fields_in_json(cls)}
+        names = [*by_name]
         renamed = {old: f.name for f in fields(cls) for old in f.metadata.get("old_names", ())}
         content = {renamed.get(name, name): value for name, value in content.items()}
         if unknown := sorted(set(content) - set(names)):
@@ -122,7 +122,7 @@ class Configuration:
             if section and value is not None:
                 default = next(f.default for f in fields(cls) if f.name == name)
                 value = section.from_json(value, f"{where}: {name}", default if isinstance(default, section) else None)
-            values[name] = value
+            values[name] = None if _is_unset(by_name[name], value) else value  # files of older versions may have it
         try:
             return replace(base, **values) if base is not None else cls(**values)
         except UsageError as error:
@@ -133,9 +133,14 @@ class Configuration:
             raise UsageError(f"{where}: the field {missing[0]!r} is missing") from None
 
 
+def _is_unset(f: Field, value: Any) -> bool:
+    """Whether a value is empty where the default is none, as a shell's variable without a value is."""
+    return value == "" and f.default is None and "read" not in f.metadata
+
+
 def _checked(configuration: type[Configuration], f: Field, value: Any) -> Any:
     """The value that a field gets. Raises UsageError for a wrong type or a value out of range."""
-    if value == "" and f.default is None and "read" not in f.metadata:  # such as a shell's variable that is not set
+    if _is_unset(f, value):
         raise UsageError(f"{f.name} is empty: give a value, or leave it out")
     value = _convert(f.name, _read(f.name, value, f.metadata), _types(configuration)[f.name])
     _check_range(f.name, value, f.metadata)

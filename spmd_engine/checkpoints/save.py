@@ -125,7 +125,7 @@ class ResiduePlan(WritePlan):
         return Section(self.section, {}, files, own)
 
 
-#: What a rank tells of its file of a section: the byte at which its blocks begin, and the SHA-256 of their hashes.
+#: What a rank sends about its file of a section: the byte at which its blocks begin, and the SHA-256 of their hashes.
 FILE = np.dtype([("first", "<i8"), ("sha256", f"V{HASH}")])
 
 
@@ -167,7 +167,7 @@ class Save:
         """On rank 0: begin the checkpoint, if its facts can be written."""
         for name, value in {"config": self._config, **self._facts}.items():
             try:
-                json.dumps(value)
+                json.dumps(value, sort_keys=True)
             except (TypeError, ValueError) as error:
                 raise UsageError(
                     f"save_checkpoint: {name}: {error}; give what JSON has: texts, numbers, lists"
@@ -185,7 +185,7 @@ class Save:
             self._thread.join()
         group, plans = self._group, {plan.section: plan for plan in self._plans}
         dtypes = {} if self._error else {key: plan.other_dtypes(group.rank) for key, plan in plans.items()}
-        mine = np.zeros(1 + len(plans), FILE)  # the first says whether this rank has more to tell
+        mine = np.zeros(1 + len(plans), FILE)  # the first says whether this rank sends an error or dtypes
         mine["first"][0] = bool(self._error or any(dtypes.values()))
         for number, section in enumerate(plans, 1):
             if section in self._written:

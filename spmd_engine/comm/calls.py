@@ -157,7 +157,7 @@ class Collective(PreparedCall, ABC):
         return spans([(part.stop - part.start) * itemsize for part in parts])
 
     def gathers(self, routing: Routing) -> bool:
-        """Whether only a part of the result comes so, and the node's ranks then gather their parts."""
+        """Whether this rank gets only its lane's part with the agreement; the node's ranks then gather their parts."""
         return False
 
     def answered(self, routing: Routing, answer: np.ndarray, out: Array | None) -> Array:

@@ -105,12 +105,14 @@ class Reducing(Collective):
         """Sums of consecutive ranks, or all arrays, if sums must have rank order."""
         wide, mean = accumulated_in(self.dtype), self.signature.reduction == "mean"
         reduce = reducer("sum" if mean else self.signature.reduction, wide, np)
+        quiet = partial(np.errstate, all="ignore")  # an error, or a warning, would be that of one rank alone
 
         def total(arrays: Sequence[np.ndarray]) -> np.ndarray:
             if len(arrays) == 1 or len(set(map(np.size, arrays))) > 1:  # not all of them were sent inline
                 return arrays[0]
             sums = np.empty_like(arrays[0])
-            reduce(sums, arrays)
+            with quiet():
+                reduce(sums, arrays)
             return sums
 
         def combine(rows: list[np.ndarray]) -> np.ndarray:
@@ -120,7 +122,8 @@ class Reducing(Collective):
             arrays = rows.view(wide)
             if routing.in_rank_order:
                 arrays = total(list(routing.by_rank(arrays.reshape(self.ranks, -1))))
-            return (arrays / wide.type(self.ranks) if mean else arrays).astype(self.dtype).view(np.uint8)
+            with quiet():
+                return (arrays / wide.type(self.ranks) if mean else arrays).astype(self.dtype).view(np.uint8)
 
         def part(block: Any, rank: int) -> np.ndarray:
             return joined([flat(block)[each] for each in self.sent_between_nodes(routing, rank)], 0, self.dtype)

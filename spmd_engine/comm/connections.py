@@ -27,11 +27,11 @@ from spmd_engine.comm.shared_memory.slot_table import SlotTable
 class Tuning:
     """Thresholds in bytes, unless stated otherwise. They must be equal on all ranks, as transports follow from them."""
 
-    #: Bytes that travel with the agreement between nodes, of all ranks together, or from rank 0 to its children.
+    #: Most bytes that travel with the agreement between nodes, of all ranks together, or from rank 0 to its children.
     with_agreement: int = 1 << 17
-    #: The same of an array, where each of a node's ranks sends it.
+    #: The most that the ranks of a node send together, where each sends the whole array.
     repeated_with_agreement: int = 1 << 14
-    #: Largest part for each rank in an all_to_all that does: rank 0 and other parents forward what is not theirs.
+    #: Largest part for each rank of an all_to_all that travels with it: parents also forward the parts of others.
     forwarded: int = 1 << 9
     #: Largest payload of a node's ranks together that every rank reduces completely. Above it each rank reduces a part,
     #: which takes one more phase.
@@ -41,7 +41,7 @@ class Tuning:
     copied: int = 1 << 22
     #: Smallest array, unsharded, that takes the hierarchical transport.
     hierarchical: int = 1 << 11
-    #: Bytes from each rank to each other rank from which they are sent to all at once; fewer take log2(n) rounds.
+    #: Least bytes from each rank to each other rank that are sent to all at once; fewer take log2(n) rounds.
     at_once: int = 1 << 13
     #: Bytes of each rank's block that a rank receives before it reduces them. Bounds the memory of a reduction.
     piece: int = 4 << 20

@@ -46,7 +46,7 @@ class Group:
 
     ``comm``: the ranks. ``axes``: the mesh axes of the group. ``check``: compare the calls of all ranks before data
     move. ``timeout``: seconds that a rank waits for others before it raises CommunicationTimeout (None: no limit).
-    ``deterministic``: make all sums between nodes in the order of these.
+    ``deterministic``: add in the order of the ranks, or of the nodes, whatever the messages' order is.
     """
 
     def __init__(

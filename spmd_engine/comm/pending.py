@@ -321,11 +321,12 @@ class Progress:
                 if wanted.until_the_end and self._pending == [wanted]:  # this rank's part in all other calls is done
                     communicator.announce_end()
                 # What a rank sent before its end may arrive after this rank's last look: its end counts at the next
-                # check, if it is still missing after more looks.
-                gone = [rank for rank in missing if rank in ended]
-                ended = communicator.ended(missing)
-                # A rank that ends waits until all ranks end. If all wait to end, they have made different calls.
-                if gone and (not wanted.until_the_end or (len(gone) == len(missing) and now - moved > APART_AFTER)):
+                # check, if it is still missing after more looks. A rank that ends waits until all ranks end, though
+                # its next message comes from one. If all wait to end, they have made different calls.
+                awaited = others if wanted.until_the_end else missing
+                gone = [rank for rank in awaited if rank in ended]
+                ended = communicator.ended(awaited)
+                if gone and (not wanted.until_the_end or (len(gone) == len(others) and now - moved > APART_AFTER)):
                     self._advance(wanted, gone)
                 check_after = waited + CHECK_AFTER  # the missing ranks now have requests to report their end
             if waited > publish_after:

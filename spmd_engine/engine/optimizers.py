@@ -122,8 +122,8 @@ class WarmupCosine:
     stays after ``steps``."""
 
     peak: float
-    steps: int  #: until the floor, with the warmup
-    warmup: int = 0
+    steps: float  #: until the floor, with the warmup
+    warmup: float = 0
     floor: float = 0.1  #: fraction of the peak at the end
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ class Scale(Layer):
 
 
 class Chain(Layer):
-    """y = last(... second(first(x))), plus x if it ``adds_input``
+    """y = last(... second(first(x))); subclasses with ``adds_input`` add x
 
     The names of parameters and buffers begin with that of their layer.
 
@@ -307,7 +307,7 @@ class ResidualBlock(Layer):
     "Deep residual learning for image recognition" (2016).
     """
 
-    def __init__(self, branch: Chain, shortcut: Chain | None = None, *, over: str = "") -> None:
+    def __init__(self, branch: Layer, shortcut: Layer | None = None, *, over: str = "") -> None:
         self.paths = {"branch": branch} | ({"shortcut": shortcut} if shortcut else {})
         left, right = branch.outputs, shortcut.outputs if shortcut else branch.inputs
         if left != right:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -95,10 +95,12 @@ def plan(
         ranks = count_ranks(fixed["mesh"])
     built = planned_model(model, base=base) if isinstance(model, str) else model
     chosen = machine if isinstance(machine, Machine) else default_machine(machine)
-    numbers, sizes = ([one] if isinstance(one, int) else one for one in (ranks, batch_size))
+    numbers, sizes = (tuple(one) if isinstance(one, Iterable) else (one,) for one in (ranks, batch_size))
     for name, given in (("ranks", numbers), ("batch_size", sizes)):
-        if not given:
-            raise UsageError(f"plan: {name} is empty; give a whole number, or several")
+        if not given or min(given) < 1:
+            raise UsageError(
+                f"plan: {name} is {', '.join(map(str, given)) or 'empty'}; give a whole number from 1, or several"
+            )
     limits = {"memory": memory, "latency": latency, "bandwidth": bandwidth, "compute": compute}
     searched = fixed, axes, sequence, dtype, optimizer, base, seconds, placement, fallback
     request = Request(built, chosen, numbers, sizes, goal, Limits.from_json(limits, "plan"), *searched)
@@ -113,13 +115,18 @@ def find_plan(request: Request) -> PlanResult:
         raise UsageError(
             f"--assign {request.base.assign} needs --mesh, the mesh of the other ranks: helper ranks are not searched"
         )
-    if (given := request.fixed.get("stages")) is not None:
-        stages = parse_division(",".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given))
-        if isinstance(stages, str):
-            raise UsageError(f"--stages {stages}: stages are planned; give --mesh as well, or the first layers")
-        divide(request.model, len(stages), stages)
-        request = replace(request, fixed={**request.fixed, "stages": stages})
-    return PlanSearch(request).run()
+    return PlanSearch(with_first_layers(request)).run()
+
+
+def with_first_layers(request: Request) -> Request:
+    """The request with the fixed stages, if any, as the first layer of each. Raises UsageError if they are not such."""
+    if (given := request.fixed.get("stages")) is None:
+        return request
+    stages = parse_division(",".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given))
+    if isinstance(stages, str):
+        raise UsageError(f"--stages {stages}: stages are planned; give --mesh as well, or the first layers")
+    divide(request.model, len(stages), stages)
+    return replace(request, fixed={**request.fixed, "stages": stages})
 
 
 def fixed_plan(request: Request) -> PlanResult:
@@ -220,7 +227,7 @@ def explain(request: Request) -> tuple[str, list[dict[str, Any]]]:
     """A line about the explained plan, with the requested mesh or data parallelism, and eight answers about it: what
     else would fit, and what it would take. Each has the "question", the "answer" as lines of text, and its "data".
     ``analyze`` and ``inspect`` describe the plan itself."""
-    explainer = _Explainer(request)
+    explainer = _Explainer(request if request.fixed.get("mesh") else with_first_layers(request))
     answers = (
         ("What is the peak memory now, where and when?", explainer.peak),
         ("What is the largest batch?", explainer.batch),

@@ -147,6 +147,24 @@ def test_a_new_query_and_key_are_rotated_as_elsewhere(loops, monkeypatch, neighb
     np.testing.assert_array_equal(results[1][1][:, 5:6], loops.rotate(k, rotation, neighbours))
 
 
+def test_a_cache_of_other_shapes_is_refused_before_anything_is_written(loops, monkeypatch):
+    monkeypatch.setitem(CPU.__dict__, "kernels", loops)
+    q, k, v = normals(3, 2, 1, 8, 4, dtype=np.float32)
+    for shape, end in [((2, 7, 4, 4), 6), ((1, 7, 8, 4), 6), ((2, 7, 8, 3), 6)]:
+        cache = np.ones((3, *shape), np.float32)
+        with pytest.raises(ValueError, match="could not broadcast"):
+            attend_to_all(q, k, v, cache[0], cache[1], slice(0, end), None)
+        np.testing.assert_array_equal(cache, 1)
+
+
+def test_a_scale_of_bfloat16_is_that_of_a_norm_in_bfloat16(loops):
+    x, scale = normals(6, 4).astype(ml_dtypes.bfloat16), normals(4).astype(ml_dtypes.bfloat16)
+    for found, expected in zip(
+        loops.rms_norm(x, scale, 1e-5), loops.rms_norm(x, scale.astype(np.float32), 1e-5), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("change", [np.transpose, np.flip, lambda x: x.repeat(2, axis=1)[:, ::2]])
 def test_arrays_that_a_loop_does_not_take_are_copied(loops, change):
     """It refuses them, having looked at them itself."""

@@ -1,6 +1,7 @@
 """The end of a program is no news before its last message is: ranks that wait for a message get it, however late."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -99,3 +100,18 @@ def test_an_end_without_the_awaited_message_is_an_error(checks):
 
     with pytest.raises(MismatchError, match=r"waits for ranks whose program has ended \(\[0\]\)"):
         run_threads(program, 4)
+
+
+@pytest.mark.parametrize(("ranks", "busy"), [(3, 2), (4, 3), (4, 0)])
+def test_ranks_that_end_wait_for_one_that_computes_however_long(ranks, busy, monkeypatch):
+    """Also between nodes, where the next message of a rank comes from one that itself waits."""
+    for name in ("CHECK_AFTER", "MESSAGES_AFTER", "APART_AFTER"):
+        monkeypatch.setattr(pending, name, 1e-3)
+
+    def program():
+        mesh = Mesh()
+        mesh.all_reduce(np.ones(3))
+        if mesh.rank == busy:
+            time.sleep(0.4)  # the others have given up by then, if they do
+
+    run_threads(program, ranks, nodes=[str(rank) for rank in range(ranks)])

@@ -529,7 +529,7 @@ OF_WRONG_TYPES = {
     "'' is no name of a run; give one": lambda: run_folder(""),
     "'..' is no name of a run; give one": lambda: run_folder(".."),
     r"'a\\x00b' is no name of a run; give one": lambda: run_folder("a\0b"),
-    r"Linear: inputs\[1\] is 0; give a letter and its size": lambda: layers.Linear(("d", 0), ("f", 3)),
+    r"Linear: inputs\[1\] is 0; it must be from 1": lambda: layers.Linear(("d", 0), ("f", 3)),
     "WarmupCosine: warmup is 11; give at most the number of steps, 10": lambda: WarmupCosine(1.0, 10, 11),
     "mean_squared_error: count is 0; give the number of terms": lambda: mean_squared_error(X, X, count=0),
     "cross_entropy: count is -1; give the number of terms": lambda: cross_entropy(X, np.zeros(8, int), count=-1),

@@ -152,8 +152,7 @@ class FastFunctions:
     def rms_norm(self, x, scale, epsilon):
         shape, dtype = x.shape, x.dtype
         results = self._empty(shape, dtype), self._empty(shape, dtype), self._empty(shape[:-1], _FLOAT32)
-        scale = scale if scale.shape == shape[-1:] else _spread(scale, shape[-1:])
-        self._run("rms_norm", x, scale, epsilon, *results)
+        self._run("rms_norm", x, _spread(scale, shape[-1:]), epsilon, *results)
         return results
 
     def rms_norm_backward(self, dy, normal, inverse, scale):
@@ -213,7 +212,10 @@ class FastFunctions:
         first, end, pairs = columns.start, columns.stop, cosine.shape[-1]
         y, scores = self._empty(q.shape, q.dtype), self._empty(end - first, q.dtype)
         apart, scale = 1 if neighbours else pairs, q.shape[-1] ** -0.5
-        if pairs and len(cosine) != len(q):
+        rows = len(keys), *keys.shape[2:]  # of one column: the loop itself does not check where it writes
+        if (len(k), *k.shape[2:]) != rows or v.shape != k.shape or values.shape != keys.shape or end > keys.shape[1]:
+            return NotImplemented
+        if q.shape[:2] != k.shape[:2] or q.shape[-1] != k.shape[-1] or (pairs and len(cosine) != len(q)):
             return NotImplemented
         try:
             self._loops.attend_to_all(q, k, v, cosine, sine, apart, keys, values, first, end, scale, scores, y)

@@ -397,9 +397,9 @@ def attend_to_all(
     scores: Vector,
     y: Rows,
 ):
-    """Write k[b h k], rotated, and v to column end - 1 of keys[b t h k] and values, and y[b h k] of queries q[b h k],
-    rotated, that see the columns from ``first`` to before ``end``. A pair of numbers to rotate, by cosine[b p] and
-    sine, is so far ``apart``: 1, or p. ``scores`` are those of one query at a time."""
+    """Rotate the new keys k[b h k] and write them and v to column end - 1 of keys[b t h k] and values; then y[b h k] is
+    the attention of the rotated queries q[b h k] to columns ``first`` to end - 1. The two numbers of a pair, which
+    cosine[b p] and sine rotate, are ``apart`` places apart: 1, or p. ``scores`` are those of one query at a time."""
     batch, _, heads, width = keys.shape
     pairs, queries = cosine.shape[1], len(q) // (batch * heads)  # of each head
     step = 2 if apart == 1 else 1

@@ -33,6 +33,7 @@ from spmd_engine.sharding.rectangles import Rectangle, covers_once
 FORMAT, VERSION = "spmd_engine checkpoint", 3
 #: Sections: parameters and buffers by name; optimizer state by kind/name; residues of single ranks by rank/name.
 MODEL, OPTIMIZER, RESIDUES = "model", "optimizer", "residues"
+_SECTION = re.compile(r"[a-z]+")  # the names of its files begin with it
 _HASHES = re.compile(r"[0-9a-f]*")
 _TEXT = re.compile(r"[^\x00\ud800-\udfff]*", re.DOTALL)
 _LARGEST = 1 << 62
@@ -199,10 +200,11 @@ class Section(Mapping[str, StoredArray]):
 
     def _own_of(self, rank: int) -> Mapping[str, StoredArray]:
         """The arrays that a rank has of its own."""
-        if self._latest[0] != rank:
+        latest = self._latest
+        if latest[0] != rank:
             own = self._own.get(rank)
-            self._latest = rank, {} if own is None else self._stored(own, len(self._listed), rank)
-        return self._latest[1]
+            latest = self._latest = rank, {} if own is None else self._stored(own, len(self._listed), rank)
+        return latest[1]
 
     def of(self, rank: int) -> dict[str, StoredArray]:
         """The arrays whose names begin with a rank, by the rest of their names."""
@@ -254,7 +256,7 @@ class Section(Mapping[str, StoredArray]):
                     raise CheckpointError(f"{where} {name}{list(shape)}: {fault}")
                 sound.add((id(pieces), shape))
             for pieces in order.pieces:
-                writers = pieces.ranks if ranks is None else np.array(ranks, np.int64)[: len(pieces.ranks) * len(ranks)]
+                writers = pieces.ranks if ranks is None else np.array(ranks if len(pieces.ranks) else (), np.int64)
                 places = np.searchsorted(self.files.ranks, writers)
                 missing = np.append(self.files.ranks, -1)[places] != writers
                 if missing.any():
@@ -332,7 +334,7 @@ class Manifest:
             manifest = cls(
                 step=_whole_number(content["step"]),
                 sections={
-                    _text(name): _section(name, _mapping(section), pieces, version)
+                    _match(_SECTION, name): _section(name, _mapping(section), pieces, version)
                     for name, section in _mapping(content["sections"]).items()
                 },
                 facts=_mapping(content["facts"]),
@@ -374,7 +376,8 @@ def _read_lines(file: BinaryIO) -> tuple[Any, list[Pieces]] | None:
             is_whole = line[own:][11:75] == digest.hexdigest().encode() and not file.read(1)
             head += line
             del line
-            return (parse_json(head), pieces) if is_whole else None
+            content = parse_json(head) if is_whole else {}
+            return (content, pieces) if content.get("version") == VERSION else None
         digest.update(line.rstrip())
         pieces.append(_pieces(json.loads(line.rstrip(b",\n")), VERSION))
     return None
@@ -396,18 +399,23 @@ def _section(name: str, content: Mapping[str, Any], pieces: Sequence[Pieces], ve
     if version == 1:
         return _section_of_blocks(name, content)
 
+    empty: dict[int, Pieces] = {}  # by the number of dims, which pieces of no rank do not show
+
     def arrays(listed: Any) -> Arrays:
-        return {
-            _text(array): (_shape(shape, dtype), dtype, pieces[_whole_number(number)])
-            for array, shape, dtype, number in listed
-        }
+        found = {}
+        for array, shape, dtype, number in listed:
+            known, one = _shape(shape, dtype), pieces[_whole_number(number)]
+            if not len(one.ranks):
+                one = empty.setdefault(len(known), Pieces(np.zeros((0, 2, len(known)), np.int64), one.ranks))
+            found[_text(array)] = known, dtype, one
+        return found
 
     listed, files = content["arrays"], content["files"]
     if version == 2:  # arrays by name, in the order of files, and a row for each file
         listed = [[array, *facts] for array, facts in _mapping(listed).items()]
         files = [[row[0] for row in files], [row[1] for row in files], "".join(sha256 for *_, sha256 in files)]
     ranks, firsts, sha256 = _numbers(files[0]), _numbers(files[1]), _match(_HASHES, files[2])
-    if not len(ranks) == len(firsts) == len(sha256) / 64 or (np.diff(ranks) <= 0).any():
+    if not len(ranks) == len(firsts) == len(sha256) / 64 or (np.diff(ranks) <= 0).any() or ranks.max(initial=0) > _MOST:
         raise ValueError(f"{len(ranks)} files, which begin at {len(firsts)} bytes and have {len(sha256)} digits")
     own = [(_numbers(ranks).tolist(), arrays(listed)) for ranks, listed in content.get("own", ())]
     return Section(name, arrays(listed), Files(ranks, firsts, sha256), own)

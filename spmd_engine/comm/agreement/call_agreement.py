@@ -108,6 +108,8 @@ class Agreement:
         blocks: Sequence[Any] = [x] if entries is None else entries.blocks
         words = np.max([signature.words for signature in local], axis=0)
         ranks, own, data = self._connections.senders, None, np.empty(0, np.uint8)
+        if inline is None and signature.operation != "broadcast":  # as with an array on a device; others may have rows
+            inline = Inline(combine=lambda rows: rows[0][:0])
         if signature.operation == "broadcast":
             for each, block in zip(local, blocks, strict=True):
                 if each.shape is not None:

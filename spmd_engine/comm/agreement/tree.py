@@ -3,8 +3,8 @@
 Each rank sends its words, and its row of data, to its parent; each parent the maximum of its subtree's words, and their
 rows, combined. Rank 0 then has all of them, and makes the answer, which goes down the same edges with the maximum of
 all words. That all ranks learn of all ranks takes 2 (n - 1) messages at least, and these are as many. Parents have up
-to RADIX - 1 children in each level, so that the tree is half as deep as n ranks have rounds of exchanges, log2(n): up
-and down take as many steps. Two ranks send their rows to each other, at once.
+to RADIX - 1 children in each level, so that the tree is half as deep as log2(n): up and down together take log2(n)
+steps. Two ranks send their rows to each other, at once.
 
 It uses messages instead of the library's Iallreduce: such a request cannot be abandoned when a rank never arrives, and
 would not give the others the reason.
@@ -31,14 +31,16 @@ _LEAST = 1 << 13  # least bytes of room for rows: more than the description of a
 
 
 class Inline(NamedTuple):
-    """What becomes of the rows, which are the bytes of small arrays."""
+    """How rows, which are the bytes of small arrays, are combined, and what each rank gets of them."""
 
     dtype: np.dtype = np.dtype(np.uint8)  #: in which arrays travel
     combine: Callable[[list[np.ndarray]], np.ndarray] = np.concatenate  #: makes one row of those of consecutive ranks
     size: int = 0  #: bytes of the rows of all ranks, combined, that have an ``answer``
     answer: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
     places: Sequence[slice] | None = None  #: by rank, what each of them gets of the answer; None: all of it
-    keeps: bool = False  #: whether no rank gets the rows of its own subtree; they are joined, and equally long
+    keeps: bool = (
+        False  #: whether a parent sends no rank the rows of its own subtree; they are joined, and equally long
+    )
     part: Callable[[Any, int], Any] = lambda x, rank: x  #: what of an array is sent; of two ranks, to this one
 
     def row(self, arrays: Sequence[Any], rank: int) -> np.ndarray:
@@ -72,9 +74,9 @@ def agree(
     """The maximum of all ranks' ``words`` (see ``Signature``), and what this rank gets of the rows of all ranks.
 
     ``row``: bytes, of which other ranks may have up to ``most``, and all together, where rows are joined, up to
-    ``joined``; a single rank may have a row of a few KiB more. Rows are dropped if the calls differ. ``own``: the row
-    that two ranks combine with the other's, if not ``row``. ``ended``: ranks have ended that this rank waited for, so
-    it cannot make its call; all raise RanksEnded.
+    ``joined``; a single rank may have a row of a few KiB more. Rows are dropped if the calls differ. ``own``: of two
+    ranks, what this one combines with the other's row, if not ``row``. ``ended``: ranks have ended that this rank
+    waited for, so it cannot make its call; all raise RanksEnded.
     """
     words, most, joined = words.copy(), max(most, row.size), max(joined, ranks.size * row.size)
     inline = inline or Inline()  # joins rows

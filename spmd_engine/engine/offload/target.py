@@ -1,4 +1,4 @@
-"""``OffloadTarget``: a place where arrays live while they are not in use; such places without a file."""
+"""``OffloadTarget``: a place where arrays live while they are not in use; and the targets that are not files."""
 
 from __future__ import annotations
 

@@ -210,8 +210,8 @@ class Columns:
         return room
 
     def room(self, layer: str, *arrays: Array) -> Sequence[Array]:
-        """The arrays[b t ...] of a layer, like those given, of which the first ``used`` columns are used; the new ones
-        are to be written."""
+        """The arrays[b t ...] of a layer, like those given, with room for the first ``used`` columns; the caller writes
+        the new ones."""
         used, room = self.used, self._room.get(layer)
         if room is None:
             room = self._room[layer] = [backend_of(x).xp.empty((len(x), used, *x.shape[2:]), x.dtype) for x in arrays]

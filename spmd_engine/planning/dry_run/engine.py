@@ -215,6 +215,8 @@ def kind_of(x: Any, outer: tuple[int, ...] = ()) -> Hashable:
         content: Any = x.func, x.args, x.keywords
     elif hasattr(x, "__code__"):
         content = x.__module__, x.__qualname__, *(cell.cell_contents for cell in x.__closure__ or ())
+    elif isinstance(x, np.ndarray):
+        return x.dtype.str, x.shape, x.tobytes()
     elif isinstance(x, Mapping):
         content = x.items()
     elif isinstance(x, (list, tuple)):
@@ -222,7 +224,7 @@ def kind_of(x: Any, outer: tuple[int, ...] = ()) -> Hashable:
     elif hasattr(x, "__dict__"):
         content = type(x), *((name, value) for name, value in vars(x).items() if name != "tied")
     else:
-        return x.tobytes() if isinstance(x, np.ndarray) else repr(x)
+        return repr(x)
     return tuple(kind_of(value, (*outer, id(x))) for value in content)
 
 

@@ -365,8 +365,8 @@ PATIENCE = 60.0  #: seconds without progress after which a deadlock of the ranks
 
 
 class Mailbox:
-    """Shapes that classes of ranks have put, by key. A class that takes a shape waits for it; meanwhile others
-    run: one at a time, with the lock of the condition, for the interpreter runs only one.
+    """Shapes that classes of ranks have put, by key. A class that takes a shape waits for it. Classes run one at a
+    time, each with the lock, since Python runs only one thread.
     """
 
     def __init__(self) -> None:
@@ -376,17 +376,19 @@ class Mailbox:
 
     def put(self, key: Hashable, item: Any) -> None:
         """Put an item for the classes that take ``key``."""
-        self._items[key] = item
-        self._condition.notify_all()
+        with self._condition:
+            self._items[key] = item
+            self._condition.notify_all()
 
     def take(self, key: Hashable) -> Any:
         """The item under ``key``, as soon as it has been put; raises UsageError if no class puts it."""
-        while key not in self._items:
-            if self.failure is not None:
-                raise _Aborted("the step of another rank failed")
-            if not self._condition.wait(PATIENCE):
-                raise UsageError(f"the step would hang: a rank waits for a call that no other rank makes: {key}")
-        return self._items[key]
+        with self._condition:
+            while key not in self._items:
+                if self.failure is not None:
+                    raise _Aborted("the step of another rank failed")
+                if not self._condition.wait(PATIENCE):
+                    raise UsageError(f"the step would hang: a rank waits for a call that no other rank makes: {key}")
+            return self._items[key]
 
     def run(self, programs: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run all programs concurrently and return their results; raises the first error of any."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from spmd_engine.arrays.meta.meter import KERNELS
 from spmd_engine.arrays.precision import HALVES
-from spmd_engine.configuration import Configuration, not_in_json, setting
+from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_toml, read_text, reading
 from spmd_engine.units import BYTES
@@ -178,7 +178,8 @@ class Machine(Configuration):
     topology: Topology = Topology()
     fitted: Fitted = Fitted()
     source: str = ""  #: the source of the numbers
-    order: tuple[int, ...] = not_in_json(())  #: the ranks, if they are numbered in another order than node by node
+    #: the ranks, if they are numbered in another order than node by node
+    order: tuple[int, ...] = field(default=(), metadata={"in_json": False})
 
     @cached_property
     def places(self) -> tuple[tuple[int, NodeKind], ...]:
