@@ -106,7 +106,7 @@ def _exact(kind: Any) -> set[type]:
     """Classes all of whose direct instances fit a type: not floats, since NaN does not."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return {one for each in inner for one in _exact(each)}
+        return {one for member in inner for one in _exact(member)}
     if origin is Annotated:
         return _exact(inner[0])
     return {kind} if isinstance(kind, type) and kind is not float else set()

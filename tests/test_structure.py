@@ -50,6 +50,7 @@ TOOLS_USE = {"adaptive": {"planning"}, "observability": {"adaptive", "planning"}
 
 #: Module-level state that changes at run time, with the reason why it may.
 STATE = {
+    "arguments.py: _exact": "the cache of a pure function",
     "arguments.py: _parameters": "the cache of a pure function",
     "arguments.py: _signature": "the cache of a pure function",
     "arrays/attention.py: _parts": "the cache of a pure function",
