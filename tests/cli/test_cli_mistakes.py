@@ -90,7 +90,7 @@ MISTAKES = {
     "top_k is 9, but there are 8 experts": ["--model", "gpt-moe-nano", "--top-k", "9"],
     "gpt-nano has no experts": ["--experts", "4"],
     "there is no axis 'context'. Name axes": ["--model", "gpt-moe-nano", "--experts-over", "context"],
-    "dense 2: blocks are from 0 to 1": ["--model", "gpt-moe-nano", "--dense-layers", "2"],
+    "dense 99: blocks are from 0 to": ["--model", "gpt-moe-nano", "--dense-layers", "99"],
 }
 
 
