@@ -85,7 +85,7 @@ MEDIUM = {
 @placements
 @pytest.mark.parametrize("name", MEDIUM)
 def test_messages_of_a_medium_reduction(name, ranks, per_node, sent):
-    """Of 48 KiB: the agreement, and log2(M) rounds of messages of M nodes, or twice as many, if it does not carry it."""
+    """Of 48 KiB: the agreement, and log2(M) rounds of messages of M nodes, or twice, if it does not carry it."""
     call, times = MEDIUM[name]
     messages, _ = of_one_call(sent, call, ranks, per_node)
     nodes = ranks // per_node
