@@ -113,7 +113,7 @@ def rows_of_all(row: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def rows_of_files(row: np.ndarray, size: int) -> list[np.ndarray]:
-    """What every rank tells of its files: another hash of each."""
+    """What every rank sends about its files, with a different hash for each."""
     hashes = np.random.default_rng(0).bytes(HASH * size)
     rows = np.tile(row.view(FILE), (size, 1))
     rows["sha256"][:, 1:] = np.frombuffer(hashes, f"V{HASH}")[:, None]

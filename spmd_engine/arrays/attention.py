@@ -19,7 +19,7 @@ from spmd_engine.arrays.factors import Mask, hide, unseen
 from spmd_engine.arrays.fused import alike, fastest, kernels_for
 from spmd_engine.arrays.precision import accumulated_in, rounded, widened
 from spmd_engine.arrays.products import BFLOAT16, matmul
-from spmd_engine.arrays.rotary import Turn, rotate
+from spmd_engine.arrays.rotary import Rope, rotate
 
 LOG_2 = log(2)
 ROWS = 64  # queries of a block: fewer make thin matrix products, more compute scores that the mask hides
@@ -335,20 +335,20 @@ def attend_to_keys(
 
 
 def attend_to_all(
-    q: Array, k: Array, v: Array, keys: Array, values: Array, seen: slice, cap: float | None, turn: Turn | None = None
+    q: Array, k: Array, v: Array, keys: Array, values: Array, seen: slice, cap: float | None, rope: Rope | None = None
 ) -> Array:
     """The y of ``attend_to_keys`` for one query[b 1 h k] per sequence that sees all its keys, with the fewest calls.
 
     Its keys and values are the columns ``seen`` of keys[b t h k] and values[b t h k], of which k[b 1 h k] and
-    v[b 1 h k] become the last. With a ``turn``, q and k are rotated by it.
+    v[b 1 h k] become the last. With a ``rope``, q and k are rotated by it.
     """
     few = type(q) is CPU.xp.ndarray and cap is None and 0 < q.size * (seen.stop - seen.start) <= FEW_KEYS
     if few and CPU.kernels is not None and CPU.kernels.takes(q.dtype):
-        y = CPU.kernels.attend_to_all(q, k, v, keys, values, seen, turn)
+        y = CPU.kernels.attend_to_all(q, k, v, keys, values, seen, rope)
         if y is not NotImplemented:
             return y
-    if turn is not None:
-        q, k = rotate(q, *turn), rotate(k, *turn)
+    if rope is not None:
+        q, k = rotate(q, *rope), rotate(k, *rope)
     last = slice(seen.stop - 1, seen.stop)
     keys[:, last], values[:, last] = k, v
     k, v = keys[:, seen], values[:, seen]

@@ -8,7 +8,7 @@ from spmd_engine.arrays.fused import fused
 from spmd_engine.arrays.precision import accumulated_in
 
 Rotation = tuple[Array, Array]  #: cosines and sines of n pairs at each position, each [s n] or [b s n]
-Turn = tuple[Rotation, bool]  #: what ``rotate`` needs besides x
+Rope = tuple[Rotation, bool]  #: what ``rotate`` needs besides x
 
 
 def rotation_at(positions: Array, frequencies: Array, like: Array) -> Rotation:

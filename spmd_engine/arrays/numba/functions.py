@@ -207,8 +207,8 @@ class FastFunctions:
         loop_for(self._loops, "softmax_backward", y)(ds, p, _of_columns(projection, ds), scale, y)
         return y
 
-    def attend_to_all(self, q, k, v, keys, values, columns, turn):
-        (cosine, sine), neighbours = turn or ((_NO_PAIRS, _NO_PAIRS), False)
+    def attend_to_all(self, q, k, v, keys, values, columns, rope):
+        (cosine, sine), neighbours = rope or ((_NO_PAIRS, _NO_PAIRS), False)
         first, end, pairs = columns.start, columns.stop, cosine.shape[-1]
         y, scores = self._empty(q.shape, q.dtype), self._empty(end - first, q.dtype)
         apart, scale = 1 if neighbours else pairs, q.shape[-1] ** -0.5

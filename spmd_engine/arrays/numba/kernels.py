@@ -377,7 +377,7 @@ def softmax_backward(ds: Blocks, p: Blocks, projection: Rows, scale: Number, y: 
 
 
 @njit(fastmath={"contract", "arcp", "nsz"})  # rounded as in ``rotate_halves``, which is no sum
-def _turned(one, other, cosine, sine):
+def _rotated(one, other, cosine, sine):
     return one * cosine - other * sine, other * cosine + one * sine
 
 
@@ -410,7 +410,7 @@ def attend_to_all(
         for i in range(pairs):
             j = step * i
             one, other = k[row, j], k[row, j + apart]
-            keys[b, end - 1, h, j], keys[b, end - 1, h, j + apart] = _turned(one, other, cosine[b, i], sine[b, i])
+            keys[b, end - 1, h, j], keys[b, end - 1, h, j + apart] = _rotated(one, other, cosine[b, i], sine[b, i])
     for row in range(len(q)):
         b, h = row // (heads * queries), row // queries % heads
         for j in range(width):
@@ -418,7 +418,7 @@ def attend_to_all(
         for i in range(pairs):
             j = step * i
             one, other = q[row, j], q[row, j + apart]
-            y[row, j], y[row, j + apart] = _turned(one, other, cosine[b, i], sine[b, i])
+            y[row, j], y[row, j + apart] = _rotated(one, other, cosine[b, i], sine[b, i])
         top, total = f32(-np.inf), f32(0)
         for t in range(first, end):
             x = f32(0)

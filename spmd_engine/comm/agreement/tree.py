@@ -38,9 +38,8 @@ class Inline(NamedTuple):
     size: int = 0  #: bytes of the rows of all ranks, combined, that have an ``answer``
     answer: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
     places: Sequence[slice] | None = None  #: by rank, what each of them gets of the answer; None: all of it
-    keeps: bool = (
-        False  #: whether a parent sends no rank the rows of its own subtree; they are joined, and equally long
-    )
+    #: whether a parent sends no rank the rows of that rank's own subtree, which are joined, and equally long
+    keeps: bool = False
     part: Callable[[Any, int], Any] = lambda x, rank: x  #: what of an array is sent; of two ranks, to this one
 
     def row(self, arrays: Sequence[Any], rank: int) -> np.ndarray:

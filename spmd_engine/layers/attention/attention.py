@@ -98,12 +98,12 @@ class Attention(Layer):
             for name, projection in zip(PROJECTIONS, (q, k, v), strict=True):
                 add_to(projection, p[f"{name}_bias"])
         rotations = None if ctx.cache is None else ctx.cache.rotations
-        q, k, qk_saved, turn = self.qk_norm_rope.forward(sh, p, q, k, ctx.positions, rotations)
+        q, k, qk_saved, rope = self.qk_norm_rope.forward(sh, p, q, k, ctx.positions, rotations)
         if self.alibi is not None:
             q, k, v = self.alibi.widen(sh, q, k, v, ctx.positions)
         window, cap = self.config.window, self.config.attention_cap
         if ctx.cache is not None:
-            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions, window, cap, turn), None
+            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions, window, cap, rope), None
         else:
             mixed, attended = self.context.forward(sh, q, k, v, ctx, window, cap)
         if self.alibi is not None:

@@ -9,7 +9,7 @@ from spmd_engine.arguments import checked
 from spmd_engine.arrays.attention import HIDDEN, attend_to_all, attend_to_keys, causal_attention, merge_parts
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.precision import accumulated_in, rounded
-from spmd_engine.arrays.rotary import Rotation, Turn, rotate
+from spmd_engine.arrays.rotary import Rope, Rotation, rotate
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.qk_norm_rope import Rotary
 from spmd_engine.sharding.shards import Shards
@@ -118,10 +118,10 @@ def cached_attention(
     positions: Array,
     window: int | None = None,
     cap: float | None = None,
-    turn: Turn | None = None,
+    rope: Rope | None = None,
 ) -> Array:
     """Causal attention of q[b s h k], at positions[b s], to all keys of the cached sequences, including these k and v;
-    with a ``window``, only to that many positions, up to the query's own; with a ``cap`` of scores. With a ``turn``, q
+    with a ``window``, only to that many positions, up to the query's own; with a ``cap`` of scores. With a ``rope``, q
     and k are rotated by it.
 
     If s is sharded, each rank has its columns of the cache. Queries are gathered, every rank attends with all of them
@@ -134,9 +134,9 @@ def cached_attention(
     end = columns.used
     if group is None and columns.consecutive and q.shape[1] == 1:  # the last columns are the window
         keys, values = columns.room(sh.label, k, v)
-        return attend_to_all(q, k, v, keys, values, slice(max(0, end - (window or end)), end), cap, turn)
-    if turn is not None:
-        q, k = rotate(q, *turn), rotate(k, *turn)
+        return attend_to_all(q, k, v, keys, values, slice(max(0, end - (window or end)), end), cap, rope)
+    if rope is not None:
+        q, k = rotate(q, *rope), rotate(k, *rope)
     keys, values = (array[:, :end] for array in columns.append(sh.label, k, v))
     if was_empty and q.shape[1] > 1:  # the cache was empty: hidden columns come after visible ones
         numbers = backend_of(q).xp.arange(q.shape[1])

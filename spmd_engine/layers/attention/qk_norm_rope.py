@@ -10,7 +10,7 @@ from typing import Any
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.normalization import rms_norm, rms_norm_backward, rms_norm_backward_scale
 from spmd_engine.arrays.precision import rounded, scaled, widened
-from spmd_engine.arrays.rotary import Rotation, Turn, rotate, rotation_at
+from spmd_engine.arrays.rotary import Rope, Rotation, rotate, rotation_at
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.attention_config import AttentionConfig, RotaryOptions
 from spmd_engine.layers.declarations import Parameter
@@ -74,7 +74,7 @@ class QKNormRope:
 
     def forward(
         self, sh: Shards, p: Any, q: Array, k: Array, positions: Array, rotations: dict[Rotary, Rotation] | None = None
-    ) -> tuple[Array, Array, Any, Turn | None]:
+    ) -> tuple[Array, Array, Any, Rope | None]:
         """q and k, normalised and rotated, what the backward needs, and a rotation that is left to the caller.
 
         ``positions`` are [s], or [b s]. ``rotations`` has those of these positions that other layers have computed; a
